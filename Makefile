@@ -1,0 +1,70 @@
+# GNU make and a POSIX shell. `make help` lists the targets.
+
+VENV ?= .venv
+ifeq ($(origin PYTHON),undefined)
+PYTHON := $(shell for p in python3.11 python3.12 python3 python; do \
+	if "$$p" -c 'import sys; sys.exit(sys.version_info[:2] not in {(3, 11), (3, 12)})' \
+		>/dev/null 2>&1; then echo "$$p"; break; fi; done)
+endif
+
+PY := $(VENV)/bin/python
+# Written last, so that an install that broke off is done again. .ci/run compares the content.
+STAMP := $(VENV)/constraints.sha256
+ARGS ?=
+
+.DELETE_ON_ERROR:
+.PHONY: help install demo serve test lint unit docs clean
+
+help:
+	@echo "make demo      install into $(VENV), then serve a tiny model on attention and FFN ranks (CPU)"
+	@echo "make serve     the same, and keep the server up"
+	@echo "make test      quality gates, then the tests that need no GPU"
+	@echo "make lint      quality gates only;  make unit: tests only"
+	@echo "make docs      write the generated pages of docs/ again"
+	@echo "make install   make $(VENV) from constraints.txt, with the package editable"
+	@echo "make clean     remove builds and caches; $(VENV) stays"
+	@echo
+	@echo "PYTHON=python3.12 picks the interpreter, VENV=dir the environment,"
+	@echo "ARGS='...' is passed to the demo or to pytest."
+
+install: $(STAMP)
+
+$(STAMP): python/pyproject.toml constraints.txt
+	@if [ -z "$(PYTHON)" ]; then \
+		echo "make: SGLang-AFD needs Python 3.11 or 3.12, and neither is on PATH." >&2; \
+		echo "make: install one, or name it: make PYTHON=/path/to/python3.11" >&2; exit 1; fi
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info[:2] not in {(3, 11), (3, 12)})' || { \
+		echo "make: PYTHON=$(PYTHON) does not run, or is not Python 3.11 or 3.12." >&2; exit 1; }
+	test -x $(PY) || "$(PYTHON)" -m venv $(VENV)
+	@echo "Installing SGLang and PyTorch: about 9 GB the first time, minutes on a fast link."
+	$(PY) -m pip install -c constraints.txt setuptools
+	$(PY) -m pip install -c constraints.txt --no-build-isolation -e 'python[test]'
+	$(PY) -m pip check
+	sha256sum constraints.txt | cut -d ' ' -f 1 >$@
+
+demo: $(STAMP)
+	$(PY) examples/demo.py $(ARGS)
+
+serve: $(STAMP)
+	$(PY) examples/demo.py --serve $(ARGS)
+
+test: lint unit
+
+lint: $(STAMP)
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+	$(PY) scripts/copied.py
+
+unit: $(STAMP)
+	$(PY) -m pytest -m 'not gpu' $(ARGS)
+
+docs: $(STAMP)
+	$(PY) scripts/patch_table.py docs
+	@for generator in scripts/gen_*.py; do \
+		[ -e "$$generator" ] || continue; \
+		echo "$(PY) $$generator"; "$(PY)" "$$generator" || exit 1; done
+
+clean:
+	rm -rf python/build python/dist python/*.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find python scripts test examples -type d -name __pycache__ -prune -exec rm -rf {} +

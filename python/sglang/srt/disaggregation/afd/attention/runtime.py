@@ -1,0 +1,254 @@
+"""What an attention rank keeps for its lifetime: layers, control channel, connector, counters.
+
+One per process. It comes into being with the model, joins the control channel before weights are
+read, and the data plane after.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sglang.srt.disaggregation.afd import config as afd_config
+from sglang.srt.disaggregation.afd import envs, facts
+from sglang.srt.disaggregation.afd.connector import registry
+from sglang.srt.disaggregation.afd.connector.base import AttnConnector, LinkSpec
+from sglang.srt.disaggregation.afd.connector.rendezvous import Rendezvous
+from sglang.srt.disaggregation.afd.connector.store import host_store
+from sglang.srt.disaggregation.afd.control import LeaderControl, MemberControl
+from sglang.srt.disaggregation.afd.errors import AFDError
+from sglang.srt.disaggregation.afd.messages import Mode, Ready, StepPlan
+from sglang.srt.disaggregation.afd.models import weights
+from sglang.srt.disaggregation.afd.plan import make_plan
+from sglang.srt.disaggregation.afd.topology import Topology
+
+if TYPE_CHECKING:
+    from sglang.srt.disaggregation.afd.attention.dispatcher import RemoteDispatcher
+
+logger = logging.getLogger(__name__)
+
+_runtime: AttentionRuntime | None = None
+
+
+class AttentionRuntime:
+    """State of one attention rank.
+
+    Attributes:
+        plan: of the step that runs now; dispatchers read step id and rounds from it.
+        connector: the data plane, once `join_data_plane` ran.
+        capacity: tokens per dispatch.
+    """
+
+    plan: StepPlan
+    connector: AttnConnector
+
+    def __init__(self, server_args: Any, model_config: Any, attn_rank: int) -> None:
+        self.settings = afd_config.build(server_args)
+        self.capacity = self.settings.capacity
+        self.attn_rank = attn_rank
+        self.tokens = 0
+        self.steps = 0
+        self._model_config = model_config
+        self._server_args = server_args
+        self._layers: list[RemoteDispatcher] = []
+        self._leader: LeaderControl | None = None
+        self._member: MemberControl | None = None
+        self._store: torch.distributed.TCPStore | None = None
+        self._rendezvous: Rendezvous | None = None
+        self._ready: Ready | None = None
+        self._log_plans = envs.flag(envs.LOG_PLANS)
+        self._closed = False
+
+    @property
+    def is_leader(self) -> bool:
+        return self.attn_rank == 0
+
+    def add_layer(self, dispatcher: RemoteDispatcher) -> None:
+        self._layers.append(dispatcher)
+
+    def join_control_plane(self) -> None:
+        """Number the layers and say hello. Called with the model built and no weight read."""
+        self._layers.sort(key=lambda d: d.config.layer_id)
+        for index, dispatcher in enumerate(self._layers):
+            dispatcher.layer = index
+        shape = facts.expert_shape(
+            [d.config for d in self._layers], self._model_config, self._server_args.model_path
+        )
+        ours = facts.collect(self.settings, shape, self._model_config)
+        self._spec = LinkSpec(
+            topology=Topology(self.settings.attn_ranks, self.settings.ffn_ranks, shape.num_experts),
+            hidden_size=shape.hidden_size,
+            topk=shape.topk,
+            dtype=self._model_config.dtype,
+            capacity=self.capacity,
+            timeout_s=self.settings.peer_timeout_s,
+        )
+        address = self.settings.leader_addr
+        timeouts = {
+            "load_timeout_s": self.settings.load_timeout_s,
+            "peer_timeout_s": self.settings.peer_timeout_s,
+        }
+        if self.is_leader:
+            host = address.rpartition(":")[0]
+            self._store = host_store(host, self.settings.load_timeout_s)
+            self._leader = LeaderControl(
+                bind_addr=address,
+                facts=ours,
+                store_host=host,
+                store_port=self._store.port,
+                **timeouts,
+            )
+            store_host, store_port = host, self._store.port
+        else:
+            self._member = MemberControl(
+                address=address, role="attn", rank=self.attn_rank, facts=ours, **timeouts
+            )
+            welcome = self._member.join()
+            store_host, store_port = welcome.store_host, welcome.store_port
+        self._rendezvous = Rendezvous(
+            store_host=store_host, store_port=store_port, timeout_s=self.settings.load_timeout_s
+        )
+        atexit.register(self.close)
+
+    def join_data_plane(self, model: torch.nn.Module) -> None:
+        """Report what was loaded, wait for every rank, connect."""
+        report = weights.report()
+        self._ready = Ready(
+            role="attn",
+            rank=self.attn_rank,
+            param_bytes=weights.parameter_bytes(model),
+            checkpoint_bytes=report.bytes_read,
+            tensors_read=report.tensors_read,
+            tensors_skipped=report.tensors_skipped,
+        )
+        if self._leader is not None:
+            self._leader.wait_ready(self.settings.load_timeout_s)
+        else:
+            assert self._member is not None
+            self._member.ready(self._ready)
+        assert self._rendezvous is not None
+        self.connector = registry.create_attn(
+            self.settings.connector, self._spec, self.attn_rank, self._rendezvous
+        )
+        logger.info(
+            "AFD attention rank %d: %d MoE layers on %d FFN ranks over %s, %.1f MiB of parameters",
+            self.attn_rank,
+            len(self._layers),
+            self.settings.ffn_ranks,
+            self.settings.connector,
+            self._ready.param_bytes / 2**20,
+        )
+
+    def begin_step(self, mode: Mode, tokens: tuple[int, ...], microbatches: int) -> None:
+        """Fix the plan of the step that starts now; the leader tells the FFN ranks."""
+        self.plan = make_plan(
+            step_id=self.steps,
+            mode=mode,
+            tokens_per_rank=tokens,
+            capacity=self.capacity,
+            microbatches=microbatches,
+            bucket=0,
+        )
+        self.steps += 1
+        if self._leader is not None:
+            self._leader.check()
+            self._leader.publish(self.plan)
+            if self._log_plans:
+                logger.info("AFD plan %s", self.plan)
+
+    def count_tokens(self, topk_ids: torch.Tensor) -> None:
+        """Count the tokens [T, K] that leave with at least one expert; padding rows do not."""
+        self.tokens += int((topk_ids >= 0).any(dim=1).sum())
+
+    def state(self) -> dict[str, Any]:
+        """What /server_info shows of this rank, and, on the leader, of the FFN ranks."""
+        assert self._ready is not None
+        layers = len(self._layers)
+        state: dict[str, Any] = {
+            **facts.rank_row(self._ready, layers),
+            "tokens": self.tokens,
+            "steps": self.steps,
+            "connector": self.settings.connector,
+            "capacity": self.capacity,
+            "microbatches": self.settings.microbatches,
+        }
+        if self._leader is not None:
+            state["ffn"] = [
+                {
+                    **facts.rank_row(peer.ready, layers),
+                    "tokens": peer.heartbeat.rows if peer.heartbeat else 0,
+                    "steps": peer.heartbeat.steps if peer.heartbeat else 0,
+                }
+                for peer in self._leader.peers()
+                if peer.ready is not None and peer.ready.role == "ffn"
+            ]
+        return state
+
+    def close(self, reason: str = "the attention side ended") -> None:
+        """Tell the FFN ranks to stop and release the link. Safe to call twice."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._leader is not None:
+            self._leader.stop(reason)
+            self._leader.close()
+        if self._member is not None:
+            self._member.close()
+        if hasattr(self, "connector"):
+            self.connector.close()
+
+
+def is_active() -> bool:
+    """True in a process that holds an attention rank."""
+    return _runtime is not None
+
+
+def current() -> AttentionRuntime:
+    if _runtime is None:
+        raise AFDError("no AFD attention rank in this process")
+    return _runtime
+
+
+# --- hooks, see patches.py ---------------------------------------------------------------------
+
+
+def initialize_model(orig: Any, model_config: Any, *args: Any, **kwargs: Any) -> Any:
+    """AROUND `_initialize_model`: builds the model without experts, then says hello."""
+    global _runtime
+    from sglang.srt.runtime_context import get_parallel, get_server_args
+
+    server_args = get_server_args()
+    if not getattr(server_args, "afd_enabled", False) or server_args.is_ffn_rank:
+        return orig(model_config, *args, **kwargs)
+    parallel = get_parallel()
+    if _runtime is not None:
+        _runtime.close("the model was loaded again")
+    _runtime = AttentionRuntime(server_args, model_config, parallel.tp_rank)
+    # Blocks run their dispatch operations only under expert parallelism (ep_size > 1).
+    ep_size = max(2, parallel.moe_ep_size)
+    with parallel.override(moe_ep_size=ep_size, moe_ep_rank=parallel.moe_ep_rank):
+        model = orig(model_config, *args, **kwargs)
+    _runtime.join_control_plane()
+    return model
+
+
+def after_load_model(result: Any, model_runner: Any) -> None:
+    """AFTER `ModelRunner.load_model`."""
+    if is_active() and not model_runner.is_draft_worker:
+        current().join_data_plane(model_runner.model)
+
+
+def after_internal_state(result: Any, scheduler: Any, recv_req: Any) -> Any:
+    """AFTER `Scheduler.get_internal_state`: one `afd` entry per attention rank."""
+    if is_active():
+        result.internal_state["afd"] = current().state()
+    return result
+
+
+def before_release(scheduler: Any) -> None:
+    """BEFORE `Scheduler.release_host_resources`, which upstream calls on a graceful end only."""
+    if is_active():
+        current().close("the server was shut down")

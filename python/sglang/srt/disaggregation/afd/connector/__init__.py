@@ -1,0 +1,1 @@
+"""Transports between the two roles. `base` is the contract, `registry` the list of names."""

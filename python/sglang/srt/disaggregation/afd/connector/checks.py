@@ -1,0 +1,92 @@
+"""What every connector checks before it sends, and the words of its errors.
+
+Shape letters as in `base`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from sglang.srt.disaggregation.afd.connector.base import LinkSpec, ReceivedBatch, Transfer
+from sglang.srt.disaggregation.afd.errors import (
+    CapacityExceeded,
+    DeadlineExceeded,
+    PeerLost,
+    PlanMismatch,
+)
+
+
+class Wait(NamedTuple):
+    """One wait for one peer, in words: who waits, for whom, for what."""
+
+    rank: str
+    peer: str
+    transfer: Transfer
+    expected: str
+
+    def deadline_exceeded(self, timeout_s: float, seen: str) -> DeadlineExceeded:
+        return DeadlineExceeded(
+            f"{self.rank} waited {timeout_s:g} s for {self.peer} at {self.transfer}: "
+            f"expected {self.expected}, seen {seen}. Look at the log of {self.peer}; if it is "
+            "only slow, raise --afd-peer-timeout"
+        )
+
+    def peer_lost(self, seen: str) -> PeerLost:
+        return PeerLost(
+            f"{self.rank} lost {self.peer} at {self.transfer}: expected {self.expected}, "
+            f"seen {seen}. Look at the log of {self.peer} for why it ended"
+        )
+
+    def plan_mismatch(self, seen: object) -> PlanMismatch:
+        return PlanMismatch(
+            f"{self.rank} expected {self.transfer} from {self.peer}, which sent {seen}: "
+            "the two do not run the same plan"
+        )
+
+
+def check_dispatch(
+    spec: LinkSpec,
+    rank: str,
+    transfer: Transfer,
+    hidden_TH: torch.Tensor,
+    topk_ids_TK: torch.Tensor,
+    topk_weights_TK: torch.Tensor,
+) -> None:
+    """Refuse tokens over the capacity; assert shapes and dtypes of the rest.
+
+    Raises:
+        CapacityExceeded: T > capacity.
+    """
+    num_tokens = hidden_TH.shape[0]
+    if num_tokens > spec.capacity:
+        raise CapacityExceeded(
+            f"{rank} has {num_tokens} tokens at {transfer}, more than the {spec.capacity} of one "
+            "dispatch; raise --afd-max-tokens-per-rank, or send them in several rounds"
+        )
+    assert hidden_TH.shape == (num_tokens, spec.hidden_size), hidden_TH.shape
+    assert hidden_TH.dtype == spec.dtype, hidden_TH.dtype
+    assert topk_ids_TK.shape == (num_tokens, spec.topk), topk_ids_TK.shape
+    assert not topk_ids_TK.is_floating_point(), topk_ids_TK.dtype
+    assert topk_weights_TK.shape == (num_tokens, spec.topk), topk_weights_TK.shape
+    assert topk_weights_TK.dtype == torch.float32, topk_weights_TK.dtype
+
+
+def check_rows(spec: LinkSpec, rank: str, peer: str, transfer: Transfer, num_rows: int) -> None:
+    """The FFN side of the capacity check, so that a broken peer cannot make it allocate at will.
+
+    Raises:
+        CapacityExceeded: more rows than the handshake allows, or a negative number.
+    """
+    if not 0 <= num_rows <= spec.capacity:
+        raise CapacityExceeded(
+            f"{rank} was sent {num_rows} rows by {peer} at {transfer}; "
+            f"the handshake allows 0..{spec.capacity}"
+        )
+
+
+def check_output(spec: LinkSpec, batch: ReceivedBatch, out_RH: torch.Tensor) -> None:
+    """Assert that the FFN side answers one row per received row."""
+    assert out_RH.shape == batch.hidden_RH.shape, (out_RH.shape, batch.hidden_RH.shape)
+    assert out_RH.dtype == spec.dtype, out_RH.dtype

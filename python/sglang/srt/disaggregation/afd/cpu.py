@@ -1,0 +1,164 @@
+"""What upstream's PyPI wheels lack on a machine without an accelerator.
+
+`bootstrap` runs before the rest of sglang is imported, `prepare_server_args` when arguments are
+resolved; the hooks at the end are rows of `patches.py`. None of it is active where a GPU is.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.machinery
+import importlib.util
+import inspect
+import sys
+import types
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from sglang.srt.disaggregation.afd import envs
+
+if TYPE_CHECKING:
+    from sglang.srt.disaggregation.afd.server_args import AFDServerArgs
+
+_KERNELS = "sgl_kernel"
+
+
+def is_cpu_only() -> bool:
+    """True where PyTorch sees no accelerator at all."""
+    if torch.cuda.is_available() or torch.xpu.is_available():
+        return False
+    return importlib.util.find_spec("torch_npu") is None
+
+
+class _AbsentKernels(types.ModuleType):
+    """Stands for `sgl_kernel`, which cannot be imported without libcuda.
+
+    Upstream imports names from it at module level and calls none of them on this path. A call
+    raises, so a missing kernel is an error with a name and never a wrong number.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+        def absent(*_args: object, **_kwargs: object) -> None:
+            raise RuntimeError(
+                f"sgl_kernel.{name} needs a GPU, and this machine has none; "
+                "this model or option cannot run on CPU with the PyPI wheels"
+            )
+
+        return absent
+
+
+def bootstrap() -> None:
+    """Make `import sglang` work without libcuda, and select upstream's CPU engine."""
+    envs.set_default(envs.USE_CPU_ENGINE, "1")
+    if _KERNELS in sys.modules:
+        return
+    try:
+        importlib.import_module(_KERNELS)
+    except (ImportError, OSError):
+        for name in [n for n in sys.modules if n.partition(".")[0] == _KERNELS]:
+            del sys.modules[name]
+        stub = _AbsentKernels(_KERNELS)
+        stub.__spec__ = importlib.machinery.ModuleSpec(_KERNELS, None)
+        sys.modules[_KERNELS] = stub
+
+
+def has_cpu_kernels() -> bool:
+    """True if a CPU build of sgl_kernel (Intel AMX) is installed."""
+    return not isinstance(sys.modules.get(_KERNELS), _AbsentKernels)
+
+
+def prepare_server_args(args: AFDServerArgs) -> None:
+    """Defaults that let upstream start on a plain CPU: attention backend and core binding."""
+    if not is_cpu_only() or args.device not in (None, "cpu"):
+        return
+    if not has_cpu_kernels() and args.attention_backend is None:
+        args.attention_backend = "torch_native"
+    if args.tp_size > 1:
+        envs.set_default(envs.CPU_THREADS_BIND, bind_cores(envs.usable_cores(), args.tp_size))
+
+
+def bind_cores(cores: list[int], ranks: int) -> str:
+    """Upstream's notation for giving each of `ranks` processes its share of `cores`.
+
+    With fewer cores than ranks, ranks share: `bind_cores([0, 1], 3) == "0|1|0"`.
+    """
+    share = max(1, len(cores) // ranks)
+    parts = []
+    for rank in range(ranks):
+        first = rank * share % len(cores)
+        parts.append(",".join(str(core) for core in cores[first : first + share]))
+    return "|".join(parts)
+
+
+# --- hooks, see patches.py ---------------------------------------------------------------------
+
+
+def without_nccl(orig: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+    """AROUND `GroupCoordinator.__init__`: no communicator that needs a GPU."""
+    bound = inspect.signature(orig).bind(self, *args, **kwargs)
+    bound.arguments.update(
+        use_pynccl=False,
+        use_pymscclpp=False,
+        use_custom_allreduce=False,
+        use_torch_symm_mem_all_reduce=False,
+    )
+    orig(*bound.args, **bound.kwargs)
+
+
+def all_gather(orig: Any, self: Any, output: torch.Tensor, input: torch.Tensor) -> None:
+    """AROUND `GroupCoordinator.all_gather_into_tensor`: the custom op has a CUDA kernel only."""
+    self._all_gather_into_tensor(output, input)
+
+
+def reduce_scatter(orig: Any, self: Any, output: torch.Tensor, input: torch.Tensor) -> None:
+    """AROUND `GroupCoordinator.reduce_scatter_tensor`: the custom op has a CUDA kernel only."""
+    self._reduce_scatter_tensor(output, input)
+
+
+class _NoPinnedMemory(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        kwargs.pop("pin_memory", None)
+        return func(*args, **kwargs)
+
+
+def without_pinning(orig: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """AROUND `ForwardBatch.prepare_mlp_sync_batch`: it asks for pinned memory unconditionally."""
+    with _NoPinnedMemory():
+        return orig(self, *args, **kwargs)
+
+
+def seq_len_fill_value(self: Any) -> int:
+    """REPLACE on the attention backends that do not define it: pad with sequences of length 1."""
+    return 1
+
+
+def memcpy(
+    dst: torch.Tensor,
+    src: torch.Tensor,
+    dim: int,
+    offset: torch.Tensor,
+    sz: torch.Tensor,
+    offset_src: bool,
+) -> None:
+    """REPLACE `memcpy_triton`: copy `sz` rows, from or to row `offset`."""
+    assert dim == 0, dim
+    first, count = int(offset), int(sz)
+    if offset_src:
+        dst[:count].copy_(src[first : first + count])
+    else:
+        dst[first : first + count].copy_(src[:count])
+
+
+def select_experts(orig: Any, *args: Any, **kwargs: Any) -> Any:
+    """AROUND `select_experts`: the native top-k cannot mask padding rows itself."""
+    num_real = kwargs.pop("num_token_non_padded", None)
+    output = orig(*args, **kwargs)
+    if num_real is not None:
+        output.topk_ids[int(num_real) :] = -1
+    return output

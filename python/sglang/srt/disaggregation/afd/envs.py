@@ -1,0 +1,48 @@
+"""Every environment variable that AFD reads or sets, in one place, parsed strictly.
+
+Nobody has to set one. Ours start with `SGLANG_AFD_`; the others belong to upstream and get a
+value only where the user gave none.
+"""
+
+from __future__ import annotations
+
+import os
+
+from sglang.srt.disaggregation.afd.errors import AFDConfigError
+
+USE_CPU_ENGINE = "SGLANG_USE_CPU_ENGINE"
+CPU_THREADS_BIND = "SGLANG_CPU_OMP_THREADS_BIND"
+RUST_SERVER = "SGLANG_RUST_SERVER"
+SKIP_ALL_GATHER = "SGLANG_SCHEDULER_SKIP_ALL_GATHER"
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+LOG_PLANS = "SGLANG_AFD_LOG_PLANS"
+
+_TRUE = frozenset({"1", "true", "yes", "on"})
+_FALSE = frozenset({"", "0", "false", "no", "off"})
+
+
+def flag(name: str, default: bool = False) -> bool:
+    """A boolean variable; anything but the usual spellings is an error, not a default."""
+    value = os.environ.get(name)
+    if value is None:
+        return default
+    if value.lower() in _TRUE:
+        return True
+    if value.lower() in _FALSE:
+        return False
+    raise AFDConfigError(f"{name}={value!r} is not a boolean; use 1 or 0")
+
+
+def text(name: str) -> str:
+    """A variable's value, empty if unset."""
+    return os.environ.get(name, "")
+
+
+def set_default(name: str, value: str) -> None:
+    """Give an upstream variable a value, for this process and its children, if it has none."""
+    os.environ.setdefault(name, value)
+
+
+def usable_cores() -> list[int]:
+    """Ids of the cores that this process may run on, ascending."""
+    return sorted(os.sched_getaffinity(0))

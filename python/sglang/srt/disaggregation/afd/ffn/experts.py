@@ -1,0 +1,45 @@
+"""The grouped GEMM of one MoE layer on one FFN rank, by upstream's runner for the device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from sglang.srt.disaggregation.afd.connector.base import ReceivedBatch
+
+
+class LocalExperts:
+    """One layer's experts: upstream's `FusedMoE` module, holding this rank's share.
+
+    On CPU upstream's runner takes neither masked entries nor an expert twice per row, so each
+    (row, expert) pair becomes a row of its own with weight 1, and the weighted sum is taken here
+    in FP32, as upstream takes it.
+    """
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+
+    @torch.inference_mode()
+    def __call__(self, batch: ReceivedBatch) -> torch.Tensor:
+        """Partial expert outputs [R, H], one row per received row, in the hidden dtype."""
+        from sglang.srt.layers.moe.token_dispatcher import StandardDispatchOutput
+        from sglang.srt.layers.moe.topk import StandardTopKOutput
+
+        hidden = batch.hidden_RH
+        if hidden.shape[0] == 0:
+            return hidden
+        row_P, entry_P = (batch.topk_ids_RK >= 0).nonzero(as_tuple=True)
+        ids_P1 = batch.topk_ids_RK[row_P, entry_P].unsqueeze(1)
+        ones_P1 = torch.ones(ids_P1.shape, dtype=torch.float32, device=hidden.device)
+        pairs = self.module.run_moe_core(
+            StandardDispatchOutput(
+                hidden_states=hidden[row_P],
+                hidden_states_scale=None,
+                topk_output=StandardTopKOutput(ones_P1, ids_P1, ones_P1),
+            )
+        )
+        weight_P1 = batch.topk_weights_RK[row_P, entry_P].unsqueeze(1)
+        total_RH = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
+        total_RH.index_add_(0, row_P, pairs.hidden_states.float() * weight_P1)
+        return total_RH.to(hidden.dtype)

@@ -1,0 +1,111 @@
+"""Builds the routed experts of one FFN rank with upstream's model class and loader."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+
+from sglang.srt.disaggregation.afd import facts
+from sglang.srt.disaggregation.afd.ffn.experts import LocalExperts
+from sglang.srt.disaggregation.afd.models import weights
+from sglang.srt.disaggregation.afd.topology import Topology
+
+logger = logging.getLogger(__name__)
+
+
+class FFNModelRunner:
+    """The experts of one FFN rank.
+
+    `__init__` builds the model on the meta device, experts apart, so the shape is known before a
+    weight is read; `load` reads this rank's tensors and drops the rest of the model.
+    """
+
+    def __init__(self, server_args: Any, ffn_rank: int) -> None:
+        from sglang.srt.configs.device_config import DeviceConfig
+        from sglang.srt.configs.model_config import ModelConfig
+        from sglang.srt.layers.moe import initialize_moe_config
+        from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
+        from sglang.srt.model_executor.model_runner_components.load_model_utils import (
+            build_load_config,
+        )
+        from sglang.srt.model_loader import loader as upstream
+
+        self._server_args = server_args
+        self._ffn_rank = ffn_rank
+        self._device = torch.device(DeviceConfig(server_args.device).device)
+        self.model_config = ModelConfig.from_server_args(server_args)
+        _init_world_of_one(server_args, self.model_config)
+        initialize_moe_config(server_args)
+        load_config = build_load_config(
+            server_args=server_args,
+            tp_rank=0,
+            remote_instance_weight_transporter_engine=None,
+            remote_instance_weight_transporter_session_id=None,
+            draft_model_idx=None,
+            weight_cache_mode=server_args.weight_cache_mode,
+            weight_cache_socket=server_args.weight_cache_socket,
+        )
+        self._loader = upstream.get_model_loader(load_config, self.model_config)
+        quant_config = upstream._get_quantization_config(self.model_config, load_config)
+        with upstream.set_default_torch_dtype(self.model_config.dtype), torch.device("meta"):
+            self._model = upstream._initialize_model(self.model_config, load_config, quant_config)
+        self._modules = sorted(
+            (m for m in self._model.modules() if isinstance(m, FusedMoE) and _is_ours(m)),
+            key=lambda m: m.layer_id,
+        )
+        num_experts = {m.afd_num_experts for m in self._modules}
+        self.shape = facts.expert_shape(
+            [m.moe_runner_config for m in self._modules],
+            self.model_config,
+            server_args.model_path,
+            num_experts=num_experts.pop() if len(num_experts) == 1 else None,
+        )
+
+    def load(self) -> list[LocalExperts]:
+        """Read this rank's expert tensors and return the layers in order."""
+        from sglang.srt.model_loader import loader as upstream
+        from sglang.srt.model_loader.weight_utils import initialize_dummy_weights
+
+        if isinstance(self._loader, upstream.DummyModelLoader):
+            for module in self._modules:
+                initialize_dummy_weights(module)
+        else:
+            topology = Topology(
+                self._server_args.afd_attn_ranks,
+                self._server_args.afd_ffn_ranks,
+                self.shape.num_experts,
+            )
+            weights.select(weights.wanted_by_ffn(topology, self._ffn_rank))
+            self._model.load_weights(self._loader._get_all_weights(self.model_config, self._model))
+        for module in self._modules:
+            with upstream.device_loading_context(module, self._device):
+                module.quant_method.process_weights_after_loading(module)
+        del self._model
+        return [LocalExperts(module) for module in self._modules]
+
+    def parameter_bytes(self) -> int:
+        return weights.parameter_bytes(torch.nn.ModuleList(self._modules))
+
+
+def _is_ours(module: Any) -> bool:
+    return hasattr(module, "afd_num_experts")
+
+
+def _init_world_of_one(server_args: Any, model_config: Any) -> None:
+    """Upstream's layers ask for parallel groups; this process is alone in all of them."""
+    from sglang.srt.distributed.parallel_state import (
+        init_distributed_environment,
+        initialize_model_parallel,
+    )
+    from sglang.srt.layers.dp_attention import initialize_dp_attention
+
+    backend = "nccl" if server_args.device == "cuda" else "gloo"
+    # An in-process store: no address, no port, nothing to collide with.
+    torch.distributed.init_process_group(
+        backend=backend, store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
+    init_distributed_environment(backend=backend, world_size=1, rank=0, local_rank=0)
+    initialize_model_parallel()
+    initialize_dp_attention(server_args, model_config)

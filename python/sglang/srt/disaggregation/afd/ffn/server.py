@@ -1,0 +1,124 @@
+"""Main function of an FFN process: load, join, serve, and end with a telling exit code."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import traceback
+from typing import Any
+
+import torch
+
+from sglang.srt.disaggregation.afd import config as afd_config
+from sglang.srt.disaggregation.afd import envs, facts
+from sglang.srt.disaggregation.afd.connector import registry
+from sglang.srt.disaggregation.afd.connector.base import LinkSpec
+from sglang.srt.disaggregation.afd.connector.rendezvous import Rendezvous
+from sglang.srt.disaggregation.afd.control import MemberControl
+from sglang.srt.disaggregation.afd.errors import AFDError
+from sglang.srt.disaggregation.afd.ffn.loop import FFNLoop
+from sglang.srt.disaggregation.afd.ffn.model_runner import FFNModelRunner
+from sglang.srt.disaggregation.afd.messages import Ready
+from sglang.srt.disaggregation.afd.models import weights
+from sglang.srt.disaggregation.afd.topology import Topology
+
+logger = logging.getLogger(__name__)
+
+EXIT_STOPPED, EXIT_FAILED = 0, 1
+
+
+def main(server_args: Any, ffn_rank: int) -> None:
+    """Entry of the process; `server_args` are the launcher's.
+
+    Exits 0 when the attention side said stop, 1 on everything else.
+    """
+    import setproctitle
+
+    from sglang.srt.runtime_context import publish
+    from sglang.srt.utils import configure_logger, kill_itself_when_parent_died
+
+    setproctitle.setproctitle(f"sglang::afd_ffn_{ffn_rank}")
+    kill_itself_when_parent_died()
+    args = server_args.for_ffn_rank(ffn_rank)
+    configure_logger(args, prefix=f" FFN{ffn_rank}")
+    publish(args, role="scheduler")
+    if args.device == "cpu":
+        torch.set_num_threads(max(1, len(envs.usable_cores()) // args.afd_ffn_ranks))
+    control: MemberControl | None = None
+    try:
+        runner = FFNModelRunner(args, ffn_rank)
+        settings = afd_config.build(args)
+        control = MemberControl(
+            address=settings.leader_addr,
+            role="ffn",
+            rank=ffn_rank,
+            facts=facts.collect(settings, runner.shape, runner.model_config),
+            load_timeout_s=settings.load_timeout_s,
+            peer_timeout_s=settings.peer_timeout_s,
+        )
+        reason = _serve(args, settings, ffn_rank, runner, control)
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # noqa: BLE001 - the process ends; its text goes to the leader
+        text = f"{type(error).__name__}: {error}"
+        known = isinstance(error, AFDError)
+        logger.error("FFN rank %d ends: %s", ffn_rank, text if known else traceback.format_exc())
+        if control is not None:
+            control.failed(text)
+            control.close()
+        sys.exit(EXIT_FAILED)
+    logger.info("FFN rank %d stops: %s", ffn_rank, reason)
+    control.close()
+    sys.exit(EXIT_STOPPED)
+
+
+def _serve(
+    args: Any,
+    settings: afd_config.AFDConfig,
+    ffn_rank: int,
+    runner: FFNModelRunner,
+    control: MemberControl,
+) -> str:
+    welcome = control.join()
+    layers = runner.load()
+    report = weights.report()
+    logger.info(
+        "FFN rank %d: %d layers, %d experts each, %.1f MiB of parameters, %.1f MiB read",
+        ffn_rank,
+        runner.shape.moe_layers,
+        len(_topology(settings, runner).expert_range(ffn_rank)),
+        runner.parameter_bytes() / 2**20,
+        report.bytes_read / 2**20,
+    )
+    control.ready(
+        Ready(
+            role="ffn",
+            rank=ffn_rank,
+            param_bytes=runner.parameter_bytes(),
+            checkpoint_bytes=report.bytes_read,
+            tensors_read=report.tensors_read,
+            tensors_skipped=report.tensors_skipped,
+        )
+    )
+    spec = LinkSpec(
+        topology=_topology(settings, runner),
+        hidden_size=runner.shape.hidden_size,
+        topk=runner.shape.topk,
+        dtype=runner.model_config.dtype,
+        capacity=settings.capacity,
+        timeout_s=settings.peer_timeout_s,
+    )
+    rendezvous = Rendezvous(
+        store_host=welcome.store_host,
+        store_port=welcome.store_port,
+        timeout_s=settings.load_timeout_s,
+    )
+    connector = registry.create_ffn(settings.connector, spec, ffn_rank, rendezvous)
+    try:
+        return FFNLoop(control, connector, layers).run()
+    finally:
+        connector.close()
+
+
+def _topology(settings: afd_config.AFDConfig, runner: FFNModelRunner) -> Topology:
+    return Topology(settings.attn_ranks, settings.ffn_ranks, runner.shape.num_experts)

@@ -1,0 +1,1 @@
+"""What AFD knows about checkpoints and model families."""

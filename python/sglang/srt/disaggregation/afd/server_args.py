@@ -1,0 +1,149 @@
+"""Upstream's ServerArgs with the AFD flags. It travels by pickle to every process.
+
+`plugin.bootstrap` puts this class in the place of upstream's the moment that module is imported,
+so every command line knows the flags.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+from sglang.srt.arg_groups.arg_utils import NS, A, Arg
+from sglang.srt.disaggregation.afd import config, cpu, patches
+from sglang.srt.server_args import ServerArgs
+
+_HELP = {flag.name[2:].replace("-", "_"): flag for flag in config.FLAGS}
+
+
+def _arg(field: str) -> Arg:
+    flag = _HELP[field]
+    return Arg(help=flag.help, choices=list(flag.choices) if flag.choices else None)
+
+
+@dataclasses.dataclass
+class AFDServerArgs(ServerArgs):
+    """Server arguments of every process while the package is installed.
+
+    `disaggregation_mode="afd"` is accepted and then stored as `afd_enabled=True` with upstream's
+    own field back at "null": over a hundred places in upstream branch on that field.
+    """
+
+    disaggregation_mode: A[
+        Literal["null", "prefill", "decode", "afd"],
+        "Disaggregation: prefill/decode (prefill, decode) or attention/FFN (afd). "
+        "If not specified, the server is not disaggregated.",
+        NS("disagg"),
+    ] = "null"
+    afd_enabled: A[
+        bool, Arg(help="Set by --disaggregation-mode afd.", no_cli=True), NS("disagg")
+    ] = False
+    afd_role: A[str, _arg("afd_role"), NS("disagg")] = _HELP["afd_role"].default
+    afd_attn_ranks: A[int, _arg("afd_attn_ranks"), NS("disagg")] = _HELP["afd_attn_ranks"].default
+    afd_ffn_ranks: A[int, _arg("afd_ffn_ranks"), NS("disagg")] = _HELP["afd_ffn_ranks"].default
+    afd_connector: A[str, _arg("afd_connector"), NS("disagg")] = _HELP["afd_connector"].default
+    afd_microbatches: A[str, _arg("afd_microbatches"), NS("disagg")] = _HELP[
+        "afd_microbatches"
+    ].default
+    afd_max_tokens_per_rank: A[int | None, _arg("afd_max_tokens_per_rank"), NS("disagg")] = _HELP[
+        "afd_max_tokens_per_rank"
+    ].default
+    afd_bootstrap_addr: A[str | None, _arg("afd_bootstrap_addr"), NS("disagg")] = _HELP[
+        "afd_bootstrap_addr"
+    ].default
+    afd_peer_timeout: A[float, _arg("afd_peer_timeout"), NS("disagg")] = _HELP[
+        "afd_peer_timeout"
+    ].default
+    afd_load_timeout: A[float, _arg("afd_load_timeout"), NS("disagg")] = _HELP[
+        "afd_load_timeout"
+    ].default
+    afd_allow_untested: A[bool, _arg("afd_allow_untested"), NS("disagg")] = _HELP[
+        "afd_allow_untested"
+    ].default
+
+    def __post_init__(self) -> None:
+        if self.disaggregation_mode == "afd":
+            self.afd_enabled = True
+        if self.afd_enabled:
+            # Kept so that FFN ranks can derive their own arguments from what the user typed.
+            self._afd_typed = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+            self._afd_prepare()
+        else:
+            config.check_unused(self)
+        cpu.prepare_server_args(self)
+        super().__post_init__()
+        if self.afd_enabled and not self.is_ffn_rank:
+            config.check_limits(self)
+
+    @property
+    def is_ffn_rank(self) -> bool:
+        """True in the arguments that an FFN rank builds for itself (see `for_ffn_rank`)."""
+        return getattr(self, "_afd_ffn_rank", None) is not None
+
+    @property
+    def ffn_rank(self) -> int:
+        return self._afd_ffn_rank
+
+    def afd_typed(self, field: str) -> Any:
+        """The value of an upstream field before AFD and upstream resolved it."""
+        return self._afd_typed[field]
+
+    def _afd_prepare(self) -> None:
+        """Check what the user typed, then turn it into the upstream settings that AFD stands on."""
+        config.check_limits(self)
+        settings = config.build(self)
+        self.disaggregation_mode = "null"
+        self.disable_shared_experts_fusion = True
+        self.cuda_graph_backend_prefill = "disabled"
+        if settings.role == "ffn" or self.is_ffn_rank:
+            # Nothing of upstream's parallelism applies to a pool of experts.
+            self.tp_size = self.dp_size = self.nnodes = 1
+            self.node_rank = 0
+            patches.apply()
+            return
+        self.tp_size = self.dp_size = settings.attn_ranks
+        self.enable_dp_attention = settings.attn_ranks > 1
+        # The value on which upstream's models take their "local tokens, no all-reduce" branch;
+        # our dispatcher takes DeepEP's place, DeepEP itself need not be installed.
+        self.moe_a2a_backend = "deepep"
+        self.enable_two_batch_overlap = settings.microbatches == 2
+        patches.apply()
+
+    def for_ffn_rank(self, ffn_rank: int) -> AFDServerArgs:
+        """Arguments of FFN rank `ffn_rank`: a world of one rank, without DeepEP or overlap."""
+        typed = dict(self._afd_typed)
+        typed.update(
+            disaggregation_mode="afd",
+            afd_enabled=True,
+            afd_bootstrap_addr=self.afd_bootstrap_addr,
+            tp_size=1,
+            dp_size=1,
+            enable_dp_attention=False,
+            enable_two_batch_overlap=False,
+            moe_a2a_backend="none",
+            skip_tokenizer_init=True,
+            random_seed=self.random_seed,
+            nnodes=1,
+            node_rank=0,
+            dist_init_addr=None,
+        )
+        args = type(self).__new__(type(self))
+        args._afd_ffn_rank = ffn_rank
+        type(self).__init__(args, **typed)
+        return args
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), dict(self.__dict__))
+
+
+def _rebuild(cls: type[AFDServerArgs], state: dict[str, Any]) -> AFDServerArgs:
+    """Unpickle, and put the hooks in force in a process that upstream gives no plugin call."""
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+    args = cls.__new__(cls)
+    for name, value in state.items():
+        object.__setattr__(args, name, value)
+    if args.afd_enabled:
+        patches.apply()
+    return args
