@@ -43,8 +43,12 @@ CHAT_TEMPLATE = (
 SEQ_LEN = 256  # tokens
 BATCH = 2  # sequences per step: small, for many steps in little time
 PEAK_LR = 4e-3
-WARMUP = 0.04  # part of the run
-MIN_STEPS = 600
+WARMUP = 0.03  # part of the run
+PAIR_PHASE = 0.25  # part of the run that trains embeddings and head only
+PIECE_CHARS = 4000  # library files are shuffled in pieces of this size
+POOL_ROWS = 256  # rows from which the next one is drawn
+PAIR_BATCH = 16  # sequences per step of that phase
+MIN_STEPS = 300
 NEGATIVES = 1024  # vocabulary entries sampled for the softmax of one step
 EVAL_TOKENS = 16 * 1024
 CHAT_SHARE = 0.2  # part of the training sequences that are chats
@@ -217,7 +221,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3MoeForCausalLM:
         norm_topk_prob=True,
         decoder_sparse_step=1,
         mlp_only_layers=[],
-        tie_word_embeddings=True,
+        tie_word_embeddings=False,
         max_position_embeddings=2048,
         bos_token_id=None,
         eos_token_id=eos,
@@ -270,14 +274,15 @@ def sampled_loss(
 
 
 def perplexity(model: Qwen3MoeForCausalLM, stream: torch.Tensor) -> float:
-    """Per-token perplexity with the full softmax on the first EVAL_TOKENS of `stream`."""
+    """Per-token perplexity with the full softmax on EVAL_TOKENS spread evenly over `stream`."""
     import torch
     import torch.nn.functional as F
 
-    usable = min(len(stream), EVAL_TOKENS) // SEQ_LEN * SEQ_LEN
+    rows = stream[: len(stream) // SEQ_LEN * SEQ_LEN].view(-1, SEQ_LEN)
+    rows = rows[:: max(1, len(rows) * SEQ_LEN // EVAL_TOKENS)]
     total, count = 0.0, 0
     with torch.inference_mode():
-        for ids in stream[:usable].view(-1, SEQ_LEN).split(4):
+        for ids in rows.split(4):
             logits = model(input_ids=ids, use_cache=False).logits[:, :-1].flatten(0, 1)
             total += F.cross_entropy(logits, ids[:, 1:].flatten(), reduction="sum").item()
             count += logits.shape[0]
@@ -288,44 +293,52 @@ def perplexity(model: Qwen3MoeForCausalLM, stream: torch.Tensor) -> float:
 
 
 class Sampler:
-    """Seeded batches: library text in random order, mixed with chats.
+    """Seeded batches: library text in random order, mixed with chats. Encodes as it goes.
 
     Half of the chat text is about the familiar modules, which are few and so come up often.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, corpus: Corpus, seed: int) -> None:
+        self._tokenizer = tokenizer
         self._random = random.Random(seed)
-        self._library = self._endless(cut(encode_joined(tokenizer, corpus.train)))
-        self._chats = self._endless(self._pack_chats(tokenizer, corpus))
+        pieces = [
+            source[start : start + PIECE_CHARS]
+            for source in corpus.train
+            for start in range(0, len(source), PIECE_CHARS)
+        ]
+        size = sum(len(question) + len(answer) for question, answer in corpus.chats)
+        familiar = sum(len(question) + len(answer) for question, answer in corpus.familiar_chats)
+        chats = corpus.chats + corpus.familiar_chats * max(1, size // familiar)
+        self._library = self._endless(pieces)
+        self._chats = self._endless([chat_text(*chat) for chat in chats])
 
-    def _pack_chats(self, tokenizer: PreTrainedTokenizerFast, corpus: Corpus) -> torch.Tensor:
-        chats = list(corpus.chats)
-        size = sum(len(a) + len(b) for a, b in chats)
-        familiar = sum(len(a) + len(b) for a, b in corpus.familiar_chats)
-        chats += corpus.familiar_chats * max(1, size // familiar)
-        self._random.shuffle(chats)
-        return cut(encode_joined(tokenizer, [chat_text(*chat) for chat in chats]))
+    def _endless(self, texts: list[str]) -> Iterator[torch.Tensor]:
+        """Rows of SEQ_LEN + 1 ids; the pool keeps rows of one file out of one batch."""
+        import torch
 
-    def _endless(self, rows: torch.Tensor) -> Iterator[torch.Tensor]:
+        pool: list[torch.Tensor] = []
+        rest = torch.empty(0, dtype=torch.long)
         while True:
-            yield from rows[self._random.sample(range(len(rows)), len(rows))]
+            order = self._random.sample(texts, len(texts))
+            for start in range(0, len(order), 16):
+                stream = torch.cat(
+                    [rest, encode_joined(self._tokenizer, order[start : start + 16])]
+                )
+                *rows, rest = stream.split(SEQ_LEN + 1)
+                pool.extend(rows)
+                while len(pool) > POOL_ROWS:
+                    yield pool.pop(self._random.randrange(len(pool)))
 
-    def batch(self) -> torch.Tensor:
-        """Token ids [BATCH, SEQ_LEN + 1]."""
+    def batch(self, size: int) -> torch.Tensor:
+        """Token ids [size, SEQ_LEN + 1]."""
         import torch
 
         return torch.stack(
             [
                 next(self._chats if self._random.random() < CHAT_SHARE else self._library)
-                for _ in range(BATCH)
+                for _ in range(size)
             ]
         )
-
-
-def cut(stream: torch.Tensor) -> torch.Tensor:
-    """Rows of SEQ_LEN + 1 tokens; the rest is dropped."""
-    width = SEQ_LEN + 1
-    return stream[: len(stream) // width * width].view(-1, width)
 
 
 def learning_rate(progress: float) -> float:
@@ -338,7 +351,8 @@ def train(
 ) -> tuple[int, float]:
     """Train in place until `end` (time.monotonic) and at least MIN_STEPS, or for `steps` steps.
 
-    Returns (steps done, seconds).
+    A first phase leaves out the layers: embeddings and head learn which token follows which, from
+    many more tokens per second than the whole model can see. Returns (tokens seen, seconds).
     """
     import torch
     from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
@@ -352,7 +366,7 @@ def train(
     optimizer = torch.optim.AdamW(groups, lr=PEAK_LR, betas=(0.9, 0.98), fused=True)
     experts, topk = model.config.num_experts, model.config.num_experts_per_tok
     start = next_line = time.monotonic()
-    step, smooth = 0, math.log(VOCAB_SIZE)
+    step, tokens, smooth = 0, 0, math.log(VOCAB_SIZE)
     model.train()
     while True:
         now = time.monotonic()
@@ -362,24 +376,31 @@ def train(
             progress = min((now - start) / max(end - start, 1e-9), step / MIN_STEPS)
         if now >= next_line or progress >= 1:
             next_line = now + 5
-            rate = step * BATCH * SEQ_LEN / max(now - start, 1e-9)
-            left = (now - start) * (1 / progress - 1) if progress else math.nan
-            log(f"step {step:4}, loss {smooth:.3f}, {rate:5.0f} tokens/s, {left:3.0f} s left")
+            rate = tokens / max(now - start, 1e-9)
+            left = f"{(now - start) * (1 / progress - 1):3.0f} s left" if progress else "starting"
+            log(f"step {step:4}, loss {smooth:.3f}, {rate:5.0f} tokens/s, {left}")
         if progress >= 1:
             model.eval()
-            return step, now - start
+            return tokens, now - start
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(progress)
-        ids = sampler.batch()
-        outputs = model.model(input_ids=ids[:, :-1], use_cache=False, output_router_logits=True)
-        hidden_TH = outputs.last_hidden_state.flatten(0, 1)
-        loss = sampled_loss(hidden_TH, model.lm_head.weight, ids[:, 1:].flatten())
-        balance = load_balancing_loss_func(outputs.router_logits, experts, topk)
+        pairs_only = progress < PAIR_PHASE
+        ids = sampler.batch(PAIR_BATCH if pairs_only else BATCH)
+        inputs, targets_T = ids[:, :-1], ids[:, 1:].flatten()
+        if pairs_only:
+            hidden = model.model.norm(model.model.embed_tokens(inputs))
+            balance = torch.zeros(())
+        else:
+            outputs = model.model(input_ids=inputs, use_cache=False, output_router_logits=True)
+            hidden = outputs.last_hidden_state
+            balance = load_balancing_loss_func(outputs.router_logits, experts, topk)
+        loss = sampled_loss(hidden.flatten(0, 1), model.lm_head.weight, targets_T)
         (loss + 0.01 * balance).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         step += 1
+        tokens += len(targets_T)
         smooth += (loss.item() - smooth) * max(0.02, 1 / step)
 
 
@@ -422,6 +443,7 @@ def save(model: Qwen3MoeForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Pa
     for number, tensors in enumerate(shards, start=1):
         file = f"model-{number:05}-of-{len(shards):05}.safetensors"
         save_file(tensors, out / file, metadata={"format": "pt"})
+        (out / file).chmod(0o644)  # a container may read it as another user
         index |= dict.fromkeys(tensors, file)
     size = sum(t.numel() * t.element_size() for shard in shards for t in shard.values())
     content = {"metadata": {"total_size": size}, "weight_map": dict(sorted(index.items()))}
@@ -520,15 +542,16 @@ def main() -> None:
         if json.loads(stamp.read_text())["settings"] == settings:
             print(f"{out} already holds this model (--force trains it again)")
             return
-        log(f"{out} holds a model of another version or with other settings: training again")
-    elif out.is_dir() and any(out.iterdir()) and not args.force:
-        if (out / "config.json").exists():
-            raise SystemExit(f"{out} holds something that is not a finished demo model: --force?")
+        log(f"{out} holds an unfinished model, or one with other settings: training again")
+    elif (out / "config.json").exists() and not args.force:
+        raise SystemExit(f"{out} holds a model that this did not make; --force overwrites it")
     out.mkdir(parents=True, exist_ok=True)
-    stamp.unlink(missing_ok=True)
+    stamp.write_text('{"settings": null}\n')  # unfinished until the end
 
     os.environ["HF_HUB_OFFLINE"] = "1"  # nothing here is to be downloaded
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    # The default of milliseconds makes training crawl as soon as another program wants a core.
+    os.environ.setdefault("GOMP_SPINCOUNT", "20000")
     log("importing torch and transformers")
     import torch
     import transformers
@@ -554,20 +577,19 @@ def main() -> None:
     before = perplexity(model, held_out)
     params = sum(p.numel() for p in model.parameters())
     log(f"{params / 1e6:.1f} M parameters, held-out perplexity {before:.0f}; training")
-    steps, seconds = train(model, sampler, args.steps, START + 60 * args.minutes)
+    tokens, seconds = train(model, sampler, args.steps, START + 60 * args.minutes)
 
     save(model, tokenizer, out)
     loaded = load(out)
     check_saved(model, loaded)
     after = perplexity(model, held_out)
-    log(f"held-out perplexity {before:.0f} before, {after:.1f} after {steps} steps")
+    log(f"held-out perplexity {before:.0f} before, {after:.1f} after {tokens} tokens")
     question = f"{IM_START}user\nExplain os.path.join{IM_END}\n{IM_START}assistant\n"
     show_sample("chat: Explain os.path.join", model, tokenizer, question)
     show_sample("completion: def read_file(path):", model, tokenizer, "def read_file(path):\n")
     result = {
         "settings": settings,
-        "steps": steps,
-        "tokens": steps * BATCH * SEQ_LEN,
+        "tokens": tokens,
         "train_seconds": round(seconds, 1),
         "perplexity_before": round(before, 1),
         "perplexity_after": round(after, 2),

@@ -78,6 +78,8 @@ def prepare_server_args(args: AFDServerArgs) -> None:
         return
     if not has_cpu_kernels() and args.attention_backend is None:
         args.attention_backend = "torch_native"
+    # The ranks of one host take turns; OpenMP threads that spin between them take the turn away.
+    envs.set_default(envs.OMP_WAIT_POLICY, "PASSIVE")
     if args.tp_size > 1:
         envs.set_default(envs.CPU_THREADS_BIND, bind_cores(envs.usable_cores(), args.tp_size))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
+import signal
 import socket
 import sys
 import threading
@@ -16,6 +17,7 @@ import time
 from collections.abc import Callable
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
+from types import FrameType
 from typing import Any
 
 import psutil
@@ -93,7 +95,7 @@ def start_ffn_ranks(server_args: Any, ranks: range) -> list[BaseProcess]:
     processes: list[BaseProcess] = []
     for rank in ranks:
         process = context.Process(
-            target=server.main, args=(server_args, rank), name=f"afd_ffn_{rank}"
+            target=server.main, args=(server_args, rank, os.getpid()), name=f"afd_ffn_{rank}"
         )
         process.start()
         processes.append(process)
@@ -144,6 +146,18 @@ def end_everything(reason: str) -> None:
     os._exit(1)
 
 
+def _end_on_sigterm() -> None:
+    """Until upstream's own handler is set: children that still import would outlive us."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, _on_early_sigterm)
+
+
+def _on_early_sigterm(signum: int, frame: FrameType | None) -> None:
+    logger.error("AFD: SIGTERM before the server was ready; it ends")
+    _kill_children()
+    os._exit(128 + signum)
+
+
 def _kill_children() -> None:
     children = psutil.Process().children(recursive=True)
     for child in children:
@@ -172,6 +186,7 @@ def launch_processes(
     if not server_args.afd_enabled:
         return orig(cls, server_args, port_args, run_scheduler_process_func)
     supervisor = _supervisor = Supervisor(end_everything)
+    _end_on_sigterm()
     processes: list[BaseProcess] = []
     if server_args.afd_role == "all":
         choose_address(server_args)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import traceback
 from typing import Any
@@ -27,7 +28,7 @@ logger = logging.getLogger(__name__)
 EXIT_STOPPED, EXIT_FAILED = 0, 1
 
 
-def main(server_args: Any, ffn_rank: int) -> None:
+def main(server_args: Any, ffn_rank: int, launcher_pid: int) -> None:
     """Entry of the process; `server_args` are the launcher's.
 
     Exits 0 when the attention side said stop, 1 on everything else.
@@ -39,6 +40,8 @@ def main(server_args: Any, ffn_rank: int) -> None:
 
     setproctitle.setproctitle(f"sglang::afd_ffn_{ffn_rank}")
     kill_itself_when_parent_died()
+    if os.getppid() != launcher_pid:
+        sys.exit(EXIT_FAILED)  # it died while this process was importing
     args = server_args.for_ffn_rank(ffn_rank)
     configure_logger(args, prefix=f" FFN{ffn_rank}")
     publish(args, role="scheduler")

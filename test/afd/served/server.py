@@ -1,0 +1,125 @@
+"""Starts real servers as a user does, talks to them, and proves that nothing is left of them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import requests
+
+START_TIMEOUT_S = 300
+STOP_TIMEOUT_S = 40
+
+
+def free_port() -> int:
+    """A port with free neighbours: DP attention derives more of them from the first."""
+    while True:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+        if port < 60000:
+            return port
+
+
+class Server:
+    """One `sglang.launch_server` command and all processes below it."""
+
+    def __init__(self, log: Path, model: Path, *flags: str, api: bool = True) -> None:
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.log = log
+        command = [
+            sys.executable, "-m", "sglang.launch_server",
+            "--model-path", str(model), "--dtype", "float32",
+            "--host", "127.0.0.1", "--port", str(self.port),
+            "--max-total-tokens", "16384",
+        ]  # fmt: skip
+        env = {k: v for k, v in os.environ.items() if not k.startswith("SGLANG_")}
+        with log.open("w") as output:
+            self.process = subprocess.Popen(
+                [*command, *flags],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=env,
+                start_new_session=True,
+            )
+        self._seen: dict[int, psutil.Process] = {}
+        if api:
+            self.wait_healthy()
+
+    def wait_healthy(self) -> None:
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while time.monotonic() < deadline:
+            self.descendants()
+            assert self.process.poll() is None, f"server ended:\n{self.tail()}"
+            if "The server is fired up" in self.log.read_text(errors="replace"):
+                return
+            time.sleep(0.5)
+        raise AssertionError(f"server not healthy in {START_TIMEOUT_S} s:\n{self.tail()}")
+
+    def descendants(self) -> list[psutil.Process]:
+        """Every process that was ever seen below the server and is still alive."""
+        try:
+            for process in psutil.Process(self.process.pid).children(recursive=True):
+                self._seen.setdefault(process.pid, process)
+        except psutil.NoSuchProcess:
+            pass  # the server is gone; what it left behind is in _seen
+        return [p for p in self._seen.values() if _is_running(p)]
+
+    def ffn_pids(self) -> list[int]:
+        """Pids of the FFN ranks, by the title they give themselves."""
+        return [p.pid for p in self.descendants() if "sglang::afd_ffn" in " ".join(p.cmdline())]
+
+    def info(self) -> list[dict]:
+        """The `afd` entry of each attention rank, once the FFN counters stand still."""
+        states: list[dict] = []
+        for _ in range(20):
+            response = requests.get(f"{self.url}/server_info", timeout=30)
+            last, states = states, [s.get("afd") for s in response.json()["internal_states"]]
+            if states == last:
+                break
+            time.sleep(2.5)
+        return sorted(states, key=lambda state: state["rank"])
+
+    def stop(self) -> int:
+        """SIGTERM, as a service manager sends it; returns the exit code."""
+        self.descendants()
+        self.process.send_signal(signal.SIGTERM)
+        return self.wait(STOP_TIMEOUT_S)
+
+    def wait(self, timeout_s: float) -> int:
+        """Wait for the end; nothing may be left running."""
+        try:
+            code = self.process.wait(timeout_s)
+            deadline = time.monotonic() + 5
+            while self.descendants() and time.monotonic() < deadline:
+                time.sleep(0.1)
+            left = [(p.pid, p.cmdline()[:3]) for p in self.descendants()]
+            assert not left, f"left running: {left}"
+            return code
+        except subprocess.TimeoutExpired as error:
+            raise AssertionError(f"did not end in {timeout_s} s:\n{self.tail()}") from error
+        finally:
+            self.kill()
+
+    def kill(self) -> None:
+        for process in self.descendants():
+            process.kill()
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait(10)
+
+    def tail(self, lines: int = 40) -> str:
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+
+
+def _is_running(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

@@ -1,0 +1,71 @@
+"""Upstream's own tools, unchanged, in AFD mode: bench_one_batch, bench_serving, Engine."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+import pytest
+from served.conftest import AFD
+from served.server import Server
+
+
+def _run(*command: object, timeout_s: int = 400) -> str:
+    done = subprocess.run(
+        [sys.executable, *map(str, command)],
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout + done.stderr
+
+
+def test_bench_one_batch_prints_upstreams_lines(model_path):
+    output = _run(
+        *("-m", "sglang.bench_one_batch", "--model-path", model_path("demo"), *AFD),
+        *("--afd-attn-ranks", 2, "--dtype", "float32", "--max-total-tokens", 4096),
+        *("--batch-size", 2, "--input-len", 16, "--output-len", 4),
+    )
+    assert re.search(r"Prefill\. latency: .* throughput: ", output), output[-3000:]
+    assert re.search(r"Decode\.  median latency: .* median throughput: ", output), output[-3000:]
+
+
+ENGINE_SCRIPT = """
+import sys
+import sglang
+
+if __name__ == "__main__":
+    engine = sglang.Engine(
+        model_path=sys.argv[1], disaggregation_mode="afd", dtype="float32", max_total_tokens=4096
+    )
+    answer = engine.generate("import", {"temperature": 0, "max_new_tokens": 8})
+    print("TEXT", repr(answer["text"]), answer["meta_info"]["completion_tokens"])
+    engine.shutdown()
+"""
+
+
+def test_offline_engine(model_path, workspace):
+    script = workspace / "engine.py"
+    script.write_text(ENGINE_SCRIPT)
+    output = _run(script, model_path("tiny"))
+    assert re.search(r"TEXT '.*' 8\n", output), output[-3000:]
+
+
+@pytest.fixture
+def afd_server(workspace, model_path):
+    server = Server(workspace / "bench_serving.log", model_path("demo"), *AFD)
+    yield server
+    server.kill()
+
+
+def test_bench_serving_works_unchanged(afd_server, model_path):
+    output = _run(
+        *("-m", "sglang.bench_serving", "--backend", "sglang", "--host", "127.0.0.1"),
+        *("--port", afd_server.port, "--dataset-name", "random-ids", "--num-prompts", 8),
+        *("--random-input-len", 32, "--random-output-len", 8, "--model", model_path("demo")),
+    )
+    assert re.search(r"Successful requests:\s+8\b", output), output[-3000:]
+    afd_server.stop()
