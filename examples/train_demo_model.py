@@ -20,6 +20,7 @@ import sys
 import sysconfig
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -41,14 +42,15 @@ CHAT_TEMPLATE = (
 )
 
 SEQ_LEN = 256  # tokens
-BATCH = 2  # sequences per step: small, for many steps in little time
+BATCH = 2  # sequences per step and worker
 PEAK_LR = 4e-3
 WARMUP = 0.03  # part of the run
 PAIR_PHASE = 0.25  # part of the run that trains embeddings and head only
 PIECE_CHARS = 4000  # library files are shuffled in pieces of this size
 POOL_ROWS = 256  # rows from which the next one is drawn
-PAIR_BATCH = 16  # sequences per step of that phase
+PAIR_BATCH = 8  # sequences per step and worker of that phase
 MIN_STEPS = 300
+MAX_WORKERS = 4  # more would mean fewer, larger steps
 NEGATIVES = 1024  # vocabulary entries sampled for the softmax of one step
 EVAL_TOKENS = 16 * 1024
 CHAT_SHARE = 0.2  # part of the training sequences that are chats
@@ -253,7 +255,7 @@ def grouped_experts(
 
 
 def sampled_loss(
-    hidden_TH: torch.Tensor, head_VH: torch.Tensor, targets_T: torch.Tensor
+    hidden_TH: torch.Tensor, head_VH: torch.Tensor, targets_T: torch.Tensor, seed: int
 ) -> torch.Tensor:
     """Cross-entropy over the targets of this step plus a random sample of the other entries.
 
@@ -267,7 +269,8 @@ def sampled_loss(
     absent = torch.ones(len(head_VH), dtype=torch.bool)
     absent[present] = False
     others = absent.nonzero().flatten()
-    sample = others[torch.randperm(len(others))[:NEGATIVES]]
+    generator = torch.Generator().manual_seed(seed)
+    sample = others[torch.randperm(len(others), generator=generator)[:NEGATIVES]]
     logits = hidden_TH @ head_VH[torch.cat([present, sample])].T
     logits[:, len(present) :] += math.log(len(others) / len(sample))
     return F.cross_entropy(logits, local_targets)
@@ -365,27 +368,9 @@ def train(
     ]
     optimizer = torch.optim.AdamW(groups, lr=PEAK_LR, betas=(0.9, 0.98), fused=True)
     experts, topk = model.config.num_experts, model.config.num_experts_per_tok
-    start = next_line = time.monotonic()
-    step, tokens, smooth = 0, 0, math.log(VOCAB_SIZE)
-    model.train()
-    while True:
-        now = time.monotonic()
-        if steps is not None:
-            progress = step / steps
-        else:
-            progress = min((now - start) / max(end - start, 1e-9), step / MIN_STEPS)
-        if now >= next_line or progress >= 1:
-            next_line = now + 5
-            rate = tokens / max(now - start, 1e-9)
-            left = f"{(now - start) * (1 / progress - 1):3.0f} s left" if progress else "starting"
-            log(f"step {step:4}, loss {smooth:.3f}, {rate:5.0f} tokens/s, {left}")
-        if progress >= 1:
-            model.eval()
-            return tokens, now - start
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(progress)
-        pairs_only = progress < PAIR_PHASE
-        ids = sampler.batch(PAIR_BATCH if pairs_only else BATCH)
+
+    def backward(ids: torch.Tensor, seed: int, pairs_only: bool) -> float:
+        """Add the gradient of one worker's sequences; returns their loss."""
         inputs, targets_T = ids[:, :-1], ids[:, 1:].flatten()
         if pairs_only:
             hidden = model.model.norm(model.model.embed_tokens(inputs))
@@ -394,14 +379,52 @@ def train(
             outputs = model.model(input_ids=inputs, use_cache=False, output_router_logits=True)
             hidden = outputs.last_hidden_state
             balance = load_balancing_loss_func(outputs.router_logits, experts, topk)
-        loss = sampled_loss(hidden.flatten(0, 1), model.lm_head.weight, targets_T)
-        (loss + 0.01 * balance).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        step += 1
-        tokens += len(targets_T)
-        smooth += (loss.item() - smooth) * max(0.02, 1 / step)
+        loss = sampled_loss(hidden.flatten(0, 1), model.lm_head.weight, targets_T, seed)
+        ((loss + 0.01 * balance) / workers).backward()
+        return float(loss.item())
+
+    # One thread per core on sequences of its own: threads that share the small matrices of this
+    # model spend their time waiting for each other, above all when another program wants a core.
+    threads = torch.get_num_threads()
+    workers = min(threads, MAX_WORKERS)
+    torch.set_num_threads(1)
+    start = next_line = time.monotonic()
+    step, tokens, smooth = 0, 0, math.log(VOCAB_SIZE)
+    model.train()
+    with ThreadPoolExecutor(workers) as pool:
+        while True:
+            now = time.monotonic()
+            if steps is not None:
+                progress = step / steps
+            else:
+                progress = min((now - start) / max(end - start, 1e-9), step / MIN_STEPS)
+            if now >= next_line or progress >= 1:
+                next_line = now + 5
+                rate = tokens / max(now - start, 1e-9)
+                left = (
+                    f"{(now - start) * (1 / progress - 1):.0f} s left" if progress else "starting"
+                )
+                log(f"step {step:4}, loss {smooth:.3f}, {rate:5.0f} tokens/s, {left}")
+            if progress >= 1:
+                break
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(progress)
+            pairs_only = progress < PAIR_PHASE
+            rows = PAIR_BATCH if pairs_only else BATCH
+            jobs = [
+                pool.submit(backward, sampler.batch(rows), step * workers + worker, pairs_only)
+                for worker in range(workers)
+            ]
+            loss = sum(job.result() for job in jobs) / workers
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            step += 1
+            tokens += workers * rows * SEQ_LEN
+            smooth += (loss - smooth) * max(0.02, 1 / step)
+    torch.set_num_threads(threads)
+    model.eval()
+    return tokens, time.monotonic() - start
 
 
 # --------------------------------------------------------------------------------- storage
@@ -550,14 +573,13 @@ def main() -> None:
 
     os.environ["HF_HUB_OFFLINE"] = "1"  # nothing here is to be downloaded
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
-    # The default of milliseconds makes training crawl as soon as another program wants a core.
-    os.environ.setdefault("GOMP_SPINCOUNT", "20000")
     log("importing torch and transformers")
     import torch
     import transformers
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
     threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     torch.set_num_threads(threads or 1)
     torch.manual_seed(args.seed)

@@ -80,3 +80,13 @@ def transfers(plan: StepPlan, moe_layers: int) -> Iterator[tuple[int, int, int]]
         for microbatch in range(plan.microbatches):
             for round_idx in range(plan.rounds):
                 yield layer, microbatch, round_idx
+
+
+def max_rows(plan: StepPlan, capacity: int, round_idx: int) -> tuple[int, ...]:
+    """Most tokens of each attention rank in one transfer of this round, for either microbatch.
+
+    In an eager step with two microbatches it is what the rank has in all: see `make_plan`.
+    """
+    if plan.bucket:
+        return (plan.bucket,) * len(plan.tokens)
+    return tuple(min(capacity, max(0, tokens - round_idx * capacity)) for tokens in plan.tokens)

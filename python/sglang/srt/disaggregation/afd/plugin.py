@@ -34,9 +34,8 @@ def register() -> None:
 
 
 def _swap_server_args(module: ModuleType) -> None:
-    from sglang.srt.disaggregation.afd.server_args import AFDServerArgs
-
-    module.ServerArgs = AFDServerArgs  # type: ignore[attr-defined]
+    # It puts its class in the place of upstream's, also when somebody imports it first.
+    import sglang.srt.disaggregation.afd.server_args  # noqa: F401
 
 
 def _apply_cpu_rows(module: ModuleType) -> None:

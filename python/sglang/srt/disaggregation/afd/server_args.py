@@ -1,7 +1,7 @@
 """Upstream's ServerArgs with the AFD flags. It travels by pickle to every process.
 
-`plugin.bootstrap` puts this class in the place of upstream's the moment that module is imported,
-so every command line knows the flags.
+Importing this file puts the class in the place of upstream's. `plugin.bootstrap` has it imported
+the moment upstream's module ran, so every command line knows the flags.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Literal
 
+import sglang.srt.server_args as upstream
 from sglang.srt.arg_groups.arg_utils import NS, A, Arg
 from sglang.srt.disaggregation.afd import config, cpu, patches
-from sglang.srt.server_args import ServerArgs
 
 _HELP = {flag.name[2:].replace("-", "_"): flag for flag in config.FLAGS}
 
@@ -22,7 +22,7 @@ def _arg(field: str) -> Arg:
 
 
 @dataclasses.dataclass
-class AFDServerArgs(ServerArgs):
+class AFDServerArgs(upstream.ServerArgs):
     """Server arguments of every process while the package is installed.
 
     `disaggregation_mode="afd"` is accepted and then stored as `afd_enabled=True` with upstream's
@@ -147,3 +147,6 @@ def _rebuild(cls: type[AFDServerArgs], state: dict[str, Any]) -> AFDServerArgs:
     if args.afd_enabled:
         patches.apply()
     return args
+
+
+upstream.ServerArgs = AFDServerArgs

@@ -9,7 +9,8 @@ import torch
 from sglang.srt.disaggregation.afd.attention import runtime
 from sglang.srt.disaggregation.afd.connector.base import DispatchHandle, Transfer
 from sglang.srt.disaggregation.afd.errors import PlanMismatch
-from sglang.srt.disaggregation.afd.plan import round_slices
+from sglang.srt.disaggregation.afd.messages import StepPlan
+from sglang.srt.disaggregation.afd.plan import max_rows, round_slices
 from sglang.srt.layers.moe.token_dispatcher.base import BaseDispatcher, DispatchOutputFormat
 
 
@@ -23,7 +24,7 @@ class InFlight(NamedTuple):
     hidden_states: torch.Tensor  # [T, H]
     topk_ids: torch.Tensor  # [T, K]
     topk_weights: torch.Tensor  # [T, K]
-    step_id: int
+    plan: StepPlan
     slices: tuple[slice, ...]
     first: DispatchHandle
 
@@ -76,13 +77,14 @@ class RemoteDispatcher(BaseDispatcher):
             hidden_states,
             ids,
             weights,
-            plan.step_id,
+            plan,
             slices,
             self._runtime.connector.dispatch(
                 Transfer(plan.step_id, self.layer, microbatch, 0),
                 hidden_states[slices[0]],
                 ids[slices[0]],
                 weights[slices[0]],
+                max_rows(plan, self._runtime.capacity, 0),
             ),
         )
 
@@ -108,10 +110,11 @@ class RemoteDispatcher(BaseDispatcher):
         parts = [connector.combine(sent.first)]
         for round_idx, rows in enumerate(sent.slices[1:], start=1):
             handle = connector.dispatch(
-                Transfer(sent.step_id, self.layer, microbatch, round_idx),
+                Transfer(sent.plan.step_id, self.layer, microbatch, round_idx),
                 sent.hidden_states[rows],
                 sent.topk_ids[rows],
                 sent.topk_weights[rows],
+                max_rows(sent.plan, self._runtime.capacity, round_idx),
             )
             parts.append(connector.combine(handle))
         return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -5,7 +5,10 @@ Called on attention ranks: `AttnConnector`. Called on FFN ranks: `FFNConnector`.
 - every attention rank takes part in every transfer of every step, with zero tokens too;
 - movement is bitwise; the only arithmetic is the sum over FFN ranks, in FP32, in rank order;
 - every wait ends within `LinkSpec.timeout_s` with an error that names peer and transfer;
-- more tokens than `LinkSpec.capacity` is `CapacityExceeded` before anything is sent.
+- more tokens than `LinkSpec.capacity` is `CapacityExceeded` before anything is sent;
+- a microbatch has one open dispatch at a time, and `combine` ends it;
+- `max_rows`, given on both sides from the same plan, bounds the tokens of each attention rank in
+  this transfer. A connector of fixed shapes moves exactly that many rows, the others what there is.
 
 Shape letters: T tokens of this attention rank, H hidden size, K top-k, R rows that reached one
 FFN rank (a token is one row per FFN rank, however many of its experts live there).
@@ -96,6 +99,7 @@ class AttnConnector(ABC):
         hidden_TH: torch.Tensor,
         topk_ids_TK: torch.Tensor,
         topk_weights_TK: torch.Tensor,
+        max_rows: tuple[int, ...] | None = None,
     ) -> DispatchHandle:
         """Send every token to the FFN ranks that own its experts; does not wait for them.
 
@@ -103,6 +107,7 @@ class AttnConnector(ABC):
             hidden_TH: `LinkSpec.dtype`; may be reused by the caller as soon as this returns.
             topk_ids_TK: integer, global expert ids; -1 masks an entry.
             topk_weights_TK: float32, applied on the FFN side.
+            max_rows: by attention rank; the capacity for all if None.
         Raises:
             CapacityExceeded: T > capacity; nothing was sent.
         """
@@ -125,16 +130,21 @@ class FFNConnector(ABC):
     """FFN side."""
 
     @abstractmethod
-    def receive(self, transfer: Transfer) -> ReceivedBatch:
+    def receive(self, transfer: Transfer, max_rows: tuple[int, ...] | None = None) -> ReceivedBatch:
         """Wait for the rows of all attention ranks of exactly this transfer.
 
+        Args:
+            max_rows: by attention rank; the capacity for all if None.
         Raises:
             DeadlineExceeded, PeerLost, PlanMismatch
         """
 
     @abstractmethod
     def send(self, batch: ReceivedBatch, out_RH: torch.Tensor) -> None:
-        """Return one row per received row, in the same order, `LinkSpec.dtype`."""
+        """Return one row per received row, in the same order, `LinkSpec.dtype`.
+
+        `out_RH` may be reused by the caller as soon as this returns.
+        """
 
     @abstractmethod
     def close(self) -> None:

@@ -53,16 +53,17 @@ def check_dispatch(
     hidden_TH: torch.Tensor,
     topk_ids_TK: torch.Tensor,
     topk_weights_TK: torch.Tensor,
+    most: int,
 ) -> None:
-    """Refuse tokens over the capacity; assert shapes and dtypes of the rest.
+    """Refuse more than `most` tokens; assert shapes and dtypes of the rest.
 
     Raises:
-        CapacityExceeded: T > capacity.
+        CapacityExceeded: T > most.
     """
     num_tokens = hidden_TH.shape[0]
-    if num_tokens > spec.capacity:
+    if num_tokens > most:
         raise CapacityExceeded(
-            f"{rank} has {num_tokens} tokens at {transfer}, more than the {spec.capacity} of one "
+            f"{rank} has {num_tokens} tokens at {transfer}, more than the {most} of this "
             "dispatch; raise --afd-max-tokens-per-rank, or send them in several rounds"
         )
     assert hidden_TH.shape == (num_tokens, spec.hidden_size), hidden_TH.shape
@@ -73,17 +74,24 @@ def check_dispatch(
     assert topk_weights_TK.dtype == torch.float32, topk_weights_TK.dtype
 
 
-def check_rows(spec: LinkSpec, rank: str, peer: str, transfer: Transfer, num_rows: int) -> None:
-    """The FFN side of the capacity check, so that a broken peer cannot make it allocate at will.
+def check_rows(rank: str, peer: str, transfer: Transfer, num_rows: int, most: int) -> None:
+    """The FFN side of the same check, so that a broken peer cannot make it allocate at will.
 
     Raises:
-        CapacityExceeded: more rows than the handshake allows, or a negative number.
+        CapacityExceeded: more rows than the plan gives this peer, or a negative number.
     """
-    if not 0 <= num_rows <= spec.capacity:
+    if not 0 <= num_rows <= most:
         raise CapacityExceeded(
-            f"{rank} was sent {num_rows} rows by {peer} at {transfer}; "
-            f"the handshake allows 0..{spec.capacity}"
+            f"{rank} was sent {num_rows} rows by {peer} at {transfer}; the plan allows 0..{most}"
         )
+
+
+def limits(spec: LinkSpec, max_rows: tuple[int, ...] | None) -> tuple[int, ...]:
+    """`max_rows` by attention rank, the capacity where the caller gave none."""
+    if max_rows is None:
+        return (spec.capacity,) * spec.topology.attn_ranks
+    assert len(max_rows) == spec.topology.attn_ranks, max_rows
+    return tuple(min(rows, spec.capacity) for rows in max_rows)
 
 
 def check_output(spec: LinkSpec, batch: ReceivedBatch, out_RH: torch.Tensor) -> None:

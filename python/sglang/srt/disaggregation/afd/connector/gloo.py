@@ -25,6 +25,7 @@ from sglang.srt.disaggregation.afd.connector.checks import (
     check_dispatch,
     check_output,
     check_rows,
+    limits,
 )
 from sglang.srt.disaggregation.afd.connector.gloo_link import (
     NUM_MICROBATCHES,
@@ -61,6 +62,7 @@ class GlooAttn(AttnConnector):
 
     def __init__(self, spec: LinkSpec, attn_rank: int, rendezvous: Rendezvous) -> None:
         self._spec = spec
+        self._attn_rank = attn_rank
         self._link = GlooLink(spec, attn_rank, rendezvous)
         self._router = Router(spec.topology)
         # By microbatch, from dispatch to combine. gloo drops an unsent message whose buffer goes,
@@ -74,9 +76,11 @@ class GlooAttn(AttnConnector):
         hidden_TH: torch.Tensor,
         topk_ids_TK: torch.Tensor,
         topk_weights_TK: torch.Tensor,
+        max_rows: tuple[int, ...] | None = None,
     ) -> DispatchHandle:
         spec, link, microbatch = self._spec, self._link, transfer.microbatch
-        check_dispatch(spec, link.name, transfer, hidden_TH, topk_ids_TK, topk_weights_TK)
+        most = limits(spec, max_rows)[self._attn_rank]
+        check_dispatch(spec, link.name, transfer, hidden_TH, topk_ids_TK, topk_weights_TK, most)
         assert microbatch not in self._open, f"{transfer} starts before the last one is combined"
         routes = self._router.split(topk_ids_TK, topk_weights_TK)
         sends = []
@@ -144,15 +148,16 @@ class GlooFFN(FFNConnector):
         self._last: list[Transfer | None] = [None] * NUM_MICROBATCHES
 
     @torch.no_grad()
-    def receive(self, transfer: Transfer) -> ReceivedBatch:
+    def receive(self, transfer: Transfer, max_rows: tuple[int, ...] | None = None) -> ReceivedBatch:
         spec, link, microbatch = self._spec, self._link, transfer.microbatch
         deadline = time.monotonic() + spec.timeout_s
         self._finish_results(microbatch, deadline)
         num_rows, tokens = [], []
-        for pending in self._headers[microbatch]:
+        allowed = limits(spec, max_rows)
+        for pending, most in zip(self._headers[microbatch], allowed, strict=True):
             data = link.wait(pending, transfer, "a header", deadline)
             header = data[:_HEADER_BYTES].view(torch.int64).tolist()
-            num_rows.append(self._check_header(header, pending.peer, transfer))
+            num_rows.append(self._check_header(header, pending.peer, transfer, most))
             end = _HEADER_BYTES + num_rows[-1] * _token_bytes(spec)
             tokens.append(
                 data[_HEADER_BYTES:end]
@@ -212,7 +217,7 @@ class GlooFFN(FFNConnector):
             assert last is not None
             self._link.wait(pending, last, "that it takes its result rows", deadline)
 
-    def _check_header(self, header: list[int], peer: int, transfer: Transfer) -> int:
+    def _check_header(self, header: list[int], peer: int, transfer: Transfer, most: int) -> int:
         """Return the number of rows that `peer` announces.
 
         Raises:
@@ -227,7 +232,7 @@ class GlooFFN(FFNConnector):
             raise link.fail(wait.plan_mismatch(Transfer(*fields)))
         peer_name = self._spec.topology.rank_name(peer)
         try:
-            check_rows(self._spec, link.name, peer_name, transfer, num_rows)
+            check_rows(link.name, peer_name, transfer, num_rows, most)
         except AFDError as error:
             raise link.fail(error) from None
         return num_rows

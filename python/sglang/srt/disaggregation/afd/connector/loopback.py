@@ -25,6 +25,7 @@ from sglang.srt.disaggregation.afd.connector.checks import (
     check_dispatch,
     check_output,
     check_rows,
+    limits,
 )
 from sglang.srt.disaggregation.afd.connector.rendezvous import Rendezvous
 from sglang.srt.disaggregation.afd.connector.routing import RankRoute, Router, sum_partials
@@ -103,8 +104,12 @@ class LoopbackAttn(AttnConnector):
         hidden_TH: torch.Tensor,
         topk_ids_TK: torch.Tensor,
         topk_weights_TK: torch.Tensor,
+        max_rows: tuple[int, ...] | None = None,
     ) -> DispatchHandle:
-        check_dispatch(self._spec, self._name, transfer, hidden_TH, topk_ids_TK, topk_weights_TK)
+        most = limits(self._spec, max_rows)[self._world_rank]
+        check_dispatch(
+            self._spec, self._name, transfer, hidden_TH, topk_ids_TK, topk_weights_TK, most
+        )
         routes = self._router.split(topk_ids_TK, topk_weights_TK)
         for ffn_rank, route in enumerate(routes):
             rows_RH = hidden_TH[route.token_idx_R]
@@ -139,13 +144,13 @@ class LoopbackFFN(FFNConnector):
         self._hub, self._spec = hub, hub.spec
         self._world_rank = hub.spec.topology.ffn_world_rank(ffn_rank)
 
-    def receive(self, transfer: Transfer) -> ReceivedBatch:
+    def receive(self, transfer: Transfer, max_rows: tuple[int, ...] | None = None) -> ReceivedBatch:
         name = self._spec.topology.rank_name
         arrived = []
-        for attn_rank in range(self._spec.topology.attn_ranks):
+        for attn_rank, most in enumerate(limits(self._spec, max_rows)):
             message = self._hub.take(attn_rank, self._world_rank, transfer, "its tokens")
             num_rows = len(message.tensors[0])
-            check_rows(self._spec, name(self._world_rank), name(attn_rank), transfer, num_rows)
+            check_rows(name(self._world_rank), name(attn_rank), transfer, num_rows, most)
             arrived.append(message.tensors)
         hidden, topk_ids, topk_weights = zip(*arrived, strict=True)
         return ReceivedBatch(

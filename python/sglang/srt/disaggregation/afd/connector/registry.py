@@ -90,6 +90,11 @@ def names() -> tuple[str, ...]:
     return tuple(_CONNECTORS)
 
 
+def table() -> tuple[ConnectorInfo, ...]:
+    """Facts of every connector, for the documentation."""
+    return tuple(_CONNECTORS.values())
+
+
 def available(device: str | None = None) -> tuple[str, ...]:
     """Names that a server of this version can use, on `device` if given."""
     return tuple(

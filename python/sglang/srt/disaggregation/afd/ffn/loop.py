@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import logging
 
-from sglang.srt.disaggregation.afd.connector.base import FFNConnector, ReceivedBatch, Transfer
+from sglang.srt.disaggregation.afd.connector.base import FFNConnector, Transfer
 from sglang.srt.disaggregation.afd.control import MemberControl
-from sglang.srt.disaggregation.afd.errors import PlanMismatch
 from sglang.srt.disaggregation.afd.ffn.experts import LocalExperts
 from sglang.srt.disaggregation.afd.messages import StepPlan, Stop
-from sglang.srt.disaggregation.afd.plan import transfers
+from sglang.srt.disaggregation.afd.plan import max_rows, transfers
 
 logger = logging.getLogger(__name__)
 
@@ -18,8 +17,13 @@ class FFNLoop:
     """Runs steps in plan order; knows nothing of requests, positions or modes."""
 
     def __init__(
-        self, control: MemberControl, connector: FFNConnector, layers: list[LocalExperts]
+        self,
+        control: MemberControl,
+        connector: FFNConnector,
+        layers: list[LocalExperts],
+        capacity: int,
     ) -> None:
+        self._capacity = capacity
         self._control = control
         self._connector = connector
         self._layers = layers
@@ -40,20 +44,12 @@ class FFNLoop:
 
     def _step(self, plan: StepPlan) -> None:
         for layer, microbatch, round_idx in transfers(plan, len(self._layers)):
-            batch = self._connector.receive(Transfer(plan.step_id, layer, microbatch, round_idx))
-            _check_rows(plan, batch)
+            batch = self._connector.receive(
+                Transfer(plan.step_id, layer, microbatch, round_idx),
+                max_rows(plan, self._capacity, round_idx),
+            )
             if layer == 0:
                 self._tokens += batch.hidden_RH.shape[0]
             self._connector.send(batch, self._layers[layer](batch))
         self._steps += 1
         self._control.count(self._steps, self._tokens)
-
-
-def _check_rows(plan: StepPlan, batch: ReceivedBatch) -> None:
-    """No rank may send more rows than the plan gives it tokens."""
-    for rank, (rows, tokens) in enumerate(zip(batch.rows_per_rank, plan.tokens, strict=True)):
-        if rows > tokens:
-            raise PlanMismatch(
-                f"attn {rank} sent {rows} rows in {batch.transfer}; "
-                f"the plan says it has {tokens} tokens"
-            )

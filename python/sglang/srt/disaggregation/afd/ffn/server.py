@@ -118,7 +118,7 @@ def _serve(
     )
     connector = registry.create_ffn(settings.connector, spec, ffn_rank, rendezvous)
     try:
-        return FFNLoop(control, connector, layers).run()
+        return FFNLoop(control, connector, layers, settings.capacity).run()
     finally:
         connector.close()
 
