@@ -33,8 +33,9 @@ import openai
 HERE = Path(__file__).resolve().parent
 DEFAULT_MODEL = HERE / ".cache" / "demo-model"
 MODEL_NAME = "demo"
+IGNORE_EOS: dict[str, object] = {"ignore_eos": True}  # a small model may end at once
 CHAT_PROMPT = "Explain os.path.join"
-COMPLETION_PROMPT = "def read_file(path):\n"
+COMPLETION_PROMPT = 'class Queue:\n    """'
 
 PROGRESS_S = 5.0  # between two lines while the server starts
 REQUEST_S = 120.0  # longest wait for the next piece of a reply
@@ -122,6 +123,9 @@ def stop(server: Server) -> list[int]:
             server.process.wait(STOP_S)
         except subprocess.TimeoutExpired:
             print(f"The server did not end within {STOP_S:.0f} s of SIGTERM: killing it.")
+    outlived = still_alive(family | family_of(pid))
+    if outlived:
+        print(f"{len(outlived)} processes outlived the server: killing them.", flush=True)
     deadline = time.monotonic() + KILL_S
     while True:
         family |= family_of(pid)
@@ -290,7 +294,7 @@ def chat_pieces(client: openai.OpenAI, prompt: str) -> Iterator[tuple[str, int |
         model=MODEL_NAME,
         messages=[{"role": "user", "content": prompt}],
         max_tokens=96,
-        temperature=0,
+        temperature=0.7,
         stream=True,
         stream_options={"include_usage": True},
     )
@@ -304,7 +308,8 @@ def completion_pieces(client: openai.OpenAI, prompt: str) -> Iterator[tuple[str,
         model=MODEL_NAME,
         prompt=prompt,
         max_tokens=96,
-        temperature=0.6,
+        temperature=0.7,
+        extra_body=IGNORE_EOS,
         stream=True,
         stream_options={"include_usage": True},
     )
@@ -318,7 +323,7 @@ def run_batch(client: openai.OpenAI, size: int) -> None:
 
     def one(index: int) -> int:
         reply = client.completions.create(
-            model=MODEL_NAME, prompt=f"def step_{index}(", max_tokens=24, temperature=0
+            model=MODEL_NAME, prompt=f"def step_{index}(", max_tokens=24, extra_body=IGNORE_EOS
         )
         return reply.usage.completion_tokens if reply.usage else 0
 
@@ -403,7 +408,7 @@ def talk(server: Server, args: argparse.Namespace) -> None:
             assert resource
         stream_to_terminal(f"chat: {CHAT_PROMPT}", chat_pieces(client, CHAT_PROMPT))
         stream_to_terminal(
-            f"completion: {COMPLETION_PROMPT.strip()}",
+            f"completion: {COMPLETION_PROMPT}",
             completion_pieces(client, COMPLETION_PROMPT),
         )
         run_batch(client, 2 * args.attn_ranks)
@@ -415,7 +420,7 @@ def talk(server: Server, args: argparse.Namespace) -> None:
 def serve(server: Server) -> None:
     """Wait until Ctrl-C, or until the server ends by itself."""
     body = (
-        f'{{"model": "{MODEL_NAME}", "max_tokens": 64, "temperature": 0, '
+        f'{{"model": "{MODEL_NAME}", "max_tokens": 64, "temperature": 0.7, '
         f'"messages": [{{"role": "user", "content": "{CHAT_PROMPT}"}}]}}'
     )
     print(

@@ -53,7 +53,7 @@ MIN_STEPS = 300
 MAX_WORKERS = 4  # more would mean fewer, larger steps
 NEGATIVES = 1024  # vocabulary entries sampled for the softmax of one step
 EVAL_TOKENS = 16 * 1024
-CHAT_SHARE = 0.2  # part of the training sequences that are chats
+CHAT_SHARE = 0.25  # part of the training sequences that are chats
 HOLD_OUT_EVERY = 20  # every 20th file is held out
 
 # Packages that hold tables, tests or vendored wheels rather than prose and code.
@@ -71,15 +71,7 @@ SKIPPED_DIRS = {
     "turtledemo",
 }
 # Chats about these come up several times in a run, so that their answers are remembered.
-FAMILIAR = (
-    "bisect",
-    "heapq",
-    "os.path",
-    "random",
-    "shutil",
-    "statistics",
-    "textwrap",
-)
+FAMILIAR = ("heapq", "os.path")
 
 
 class Corpus(NamedTuple):
@@ -474,6 +466,11 @@ def save(model: Qwen3MoeForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Pa
     model.config.dtype = torch.bfloat16
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(out)
+    config = json.loads((out / "config.json").read_text())
+    config["num_experts"] = (
+        model.config.num_experts
+    )  # Transformers 5 writes it as num_local_experts
+    (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     model.generation_config.eos_token_id = [
         tokenizer.convert_tokens_to_ids(token) for token in (IM_END, PAD)
     ]
@@ -514,14 +511,12 @@ def check_saved(trained: Qwen3MoeForCausalLM, loaded: Qwen3MoeForCausalLM) -> No
 def show_sample(
     title: str, model: Qwen3MoeForCausalLM, tokenizer: PreTrainedTokenizerFast, prompt: str
 ) -> str:
-    """Greedy for a chat, sampled for a completion; prints and returns the new text."""
+    """Sample a reply at temperature 0.7, print it and return it."""
     import torch
 
     ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
     with torch.inference_mode():
-        chat = prompt.startswith(IM_START)
-        sampling = {} if chat else {"temperature": 0.6}
-        reply = model.generate(ids, max_new_tokens=80, do_sample=not chat, **sampling)
+        reply = model.generate(ids, max_new_tokens=80, do_sample=True, temperature=0.7)
     text = str(tokenizer.decode(reply[0, ids.shape[1] :], skip_special_tokens=True))
     print(f"--- {title}\n{text}\n---", flush=True)
     return text
@@ -608,7 +603,7 @@ def main() -> None:
     log(f"held-out perplexity {before:.0f} before, {after:.1f} after {tokens} tokens")
     question = f"{IM_START}user\nExplain os.path.join{IM_END}\n{IM_START}assistant\n"
     show_sample("chat: Explain os.path.join", model, tokenizer, question)
-    show_sample("completion: def read_file(path):", model, tokenizer, "def read_file(path):\n")
+    show_sample("completion: class Queue", model, tokenizer, 'class Queue:\n    """')
     result = {
         "settings": settings,
         "tokens": tokens,

@@ -50,7 +50,7 @@ FACTS = Facts(
 
 SAMPLES: tuple[Message, ...] = (
     Hello(role="ffn", rank=0, pid=4711, host="node-a", facts=FACTS),
-    Welcome(store_host="10.0.0.1", store_port=29500, plan_endpoint="tcp://*:40001"),
+    Welcome(store_host="10.0.0.1", store_port=29500, plan_endpoint="tcp://*:40001", capacity=256),
     Refuse(reason="hidden_size differs"),
     Ready(
         role="ffn",
@@ -142,6 +142,10 @@ def test_first_difference_names_field_and_values(field: str) -> None:
     value = f"{ours}x" if isinstance(ours, str) else 1 if field == "microbatches" else ours + 1
     theirs = msgspec.structs.replace(FACTS, **{field: value})
     assert first_difference(FACTS, theirs) == (field, ours, value)
+
+
+def test_a_member_without_a_capacity_takes_the_leaders() -> None:
+    assert first_difference(FACTS, msgspec.structs.replace(FACTS, capacity=0)) is None
 
 
 counts = st.integers(0, 2**40)

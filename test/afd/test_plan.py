@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from sglang.srt.disaggregation.afd.errors import CapacityExceeded
 from sglang.srt.disaggregation.afd.messages import MODES, StepPlan, decode, encode
-from sglang.srt.disaggregation.afd.plan import make_plan, round_slices, transfers
+from sglang.srt.disaggregation.afd.plan import make_plan, max_rows, round_slices, transfers
 
 token_lists = st.lists(st.integers(0, 5000), min_size=1, max_size=40)
 capacities = st.integers(1, 600)
@@ -83,3 +83,21 @@ def test_plan_out_of_range(tokens, capacity, words):
 
 def test_idle_plan_still_has_a_round():
     assert make_plan(0, "idle", (0, 0), 64, 1, 0).rounds == 1
+
+
+@given(
+    tokens=st.lists(st.integers(0, 300), min_size=1, max_size=8),
+    capacity=st.integers(1, 64),
+    microbatches=st.sampled_from((1, 2)),
+)
+def test_max_rows_bounds_every_slice_and_sums_to_the_tokens(tokens, capacity, microbatches):
+    plan = make_plan(0, "extend", tokens, capacity, microbatches, 0)
+    per_round = [max_rows(plan, capacity, r) for r in range(plan.rounds)]
+    for rank, count in enumerate(tokens):
+        slices = round_slices(count, capacity, plan.rounds)
+        assert [rows[rank] for rows in per_round] == [s.stop - s.start for s in slices]
+
+
+def test_max_rows_of_a_graph_step_is_the_bucket():
+    plan = make_plan(0, "decode", [3, 0, 8], 64, 2, 4)
+    assert max_rows(plan, 64, 0) == (4, 4, 4)

@@ -14,6 +14,7 @@ from sglang.srt.disaggregation.afd.connector.base import LinkSpec
 from sglang.srt.disaggregation.afd.connector.loopback import LoopbackAttn, LoopbackFFN, LoopbackHub
 from sglang.srt.disaggregation.afd.errors import PlanMismatch
 from sglang.srt.disaggregation.afd.ffn.loop import FFNLoop
+from sglang.srt.disaggregation.afd.ffn.pace import Pace
 from sglang.srt.disaggregation.afd.messages import Stop
 from sglang.srt.disaggregation.afd.plan import make_plan
 from sglang.srt.disaggregation.afd.topology import Topology
@@ -77,7 +78,8 @@ def rig(monkeypatch):
             dispatchers.append(dispatcher)
         control = Control([plan])
         layers = [scale_experts(layer) for layer in range(LAYERS)]
-        loop = FFNLoop(control, LoopbackFFN(hub, 0), layers, CAPACITY)
+        cpu = torch.device("cpu")
+        loop = FFNLoop(control, LoopbackFFN(hub, 0), layers, CAPACITY, Pace("ffn 0", cpu, 10), cpu)
         thread = threading.Thread(target=loop.run, daemon=True)
         thread.start()
         threads.append(thread)

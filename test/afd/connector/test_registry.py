@@ -12,31 +12,63 @@ from sglang.srt.disaggregation.afd.connector import registry
 from sglang.srt.disaggregation.afd.errors import AFDConfigError
 
 
-def test_names():
+@pytest.fixture(autouse=True)
+def installed(monkeypatch):
+    """Packages that count as installed; none unless the test adds one."""
+    names = set()
+    monkeypatch.setattr(
+        registry.importlib.util, "find_spec", lambda name: name if name in names else None
+    )
+    return names
+
+
+def test_names(installed):
     assert registry.names() == ("loopback", "gloo", "nccl", "deepep", "nvlink")
-    assert registry.available() == ("gloo",)
+    assert registry.available() == ("gloo", "nccl")
+    assert registry.available("cuda") == ("nccl",)
+    installed.add("deep_ep")
+    assert registry.available() == ("gloo", "nccl", "deepep")
     assert registry.info("gloo").device == "cpu"
     assert registry.info("loopback").one_process
 
 
-@pytest.mark.parametrize("name", ["nccl", "deepep", "nvlink"])
-def test_a_reserved_name_is_refused(name):
+def test_a_reserved_name_is_refused():
     with pytest.raises(AFDConfigError) as refusal:
-        registry.info(name)
+        registry.info("nvlink")
     assert str(refusal.value) == (
-        f"--afd-connector {name} is not part of this version; choose gloo"
+        "--afd-connector nvlink is not part of this version; choose gloo or nccl"
     )
 
 
+def test_a_missing_package_is_named(installed):
+    with pytest.raises(AFDConfigError) as refusal:
+        registry.info("deepep")
+    assert str(refusal.value) == (
+        "--afd-connector deepep needs the Python package deep_ep, which is not installed; "
+        "install it, or choose gloo or nccl"
+    )
+    installed.add("deep_ep")
+    assert registry.info("deepep").device == "cuda"
+
+
 def test_an_unknown_name_is_refused():
-    with pytest.raises(AFDConfigError, match="--afd-connector ucx is unknown; choose auto or gloo"):
+    with pytest.raises(
+        AFDConfigError, match="--afd-connector ucx is unknown; choose auto or gloo or nccl"
+    ):
         registry.info("ucx")
 
 
-def test_auto():
+def test_auto(installed, caplog):
+    registry._log_choice.cache_clear()
+    caplog.set_level("INFO")
     assert registry.resolve_auto("cpu") == "gloo"
-    with pytest.raises(AFDConfigError, match=r"--device cuda.*gloo \(cpu\)"):
-        registry.resolve_auto("cuda")
+    assert registry.resolve_auto("cuda") == "nccl"
+    assert "nccl, the fastest for --device cuda here; deepep is faster but needs" in caplog.text
+    installed.add("deep_ep")
+    assert registry.resolve_auto("cuda") == "deepep"
+    assert caplog.messages[-1].endswith("deepep, the fastest for --device cuda here")
+    with pytest.raises(AFDConfigError, match=r"--device npu.*gloo \(cpu\); nccl \(cuda\)"):
+        registry.resolve_auto("npu")
 
 
 def test_importing_the_registry_imports_no_backend():
@@ -50,8 +82,11 @@ def test_importing_the_registry_imports_no_backend():
     ]
     assert set(imported) == {
         "__future__",
-        "importlib",
         "dataclasses",
+        "functools",
+        "importlib",
+        "importlib.util",
+        "logging",
         "typing",
         "sglang.srt.disaggregation.afd.errors",
     }

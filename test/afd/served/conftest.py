@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from served import models
-from served.record import Record, collect
+from served.record import Record, bench_serving, collect
 from served.server import Server
 
 AFD = ("--disaggregation-mode", "afd")
@@ -40,6 +40,8 @@ def record_of(workspace: Path, model_path: Callable[[str], Path]) -> Callable[..
         server = Server(log, model_path(model), *flags)
         try:
             record = collect(server)
+            if flags == AFD:
+                record.bench_serving = bench_serving(server)
             record.exit_code = server.stop()
         finally:
             server.kill()

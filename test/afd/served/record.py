@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -34,7 +36,17 @@ class Record:
     streamed_chats: list[str] = field(default_factory=list)
     info: list[dict] = field(default_factory=list)
     model_ids: list[str] = field(default_factory=list)
+    bench_serving: str = ""
     exit_code: int | None = None
+
+
+def bench_serving(server: Server) -> str:
+    """What upstream's load generator prints about 8 requests, with its exit code in front."""
+    command = [sys.executable, "-m", "sglang.bench_serving", "--backend", "sglang"]
+    command += ["--host", "127.0.0.1", "--port", str(server.port), "--dataset-name", "random-ids"]
+    command += ["--num-prompts", "8", "--random-input-len", "32", "--random-output-len", "8"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
+    return f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
 
 
 def collect(server: Server) -> Record:

@@ -15,6 +15,7 @@ import requests
 
 START_TIMEOUT_S = 300
 STOP_TIMEOUT_S = 40
+OURS = {"SGLANG_USE_CPU_ENGINE", "SGLANG_CPU_OMP_THREADS_BIND", "OMP_WAIT_POLICY"}
 
 
 def free_port() -> int:
@@ -29,17 +30,20 @@ def free_port() -> int:
 class Server:
     """One `sglang.launch_server` command and all processes below it."""
 
-    def __init__(self, log: Path, model: Path, *flags: str, api: bool = True) -> None:
+    def __init__(
+        self, log: Path, model: Path, *flags: str, api: bool = True, dtype: str = "float32"
+    ) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = log
         command = [
             sys.executable, "-m", "sglang.launch_server",
-            "--model-path", str(model), "--dtype", "float32",
+            "--model-path", str(model), "--dtype", dtype,
             "--host", "127.0.0.1", "--port", str(self.port),
             "--max-total-tokens", "16384",
         ]  # fmt: skip
-        env = {k: v for k, v in os.environ.items() if not k.startswith("SGLANG_")}
+        # What this process set for itself while it imported the package; a user's shell has none.
+        env = {k: v for k, v in os.environ.items() if k not in OURS}
         with log.open("w") as output:
             self.process = subprocess.Popen(
                 [*command, *flags],

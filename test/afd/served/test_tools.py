@@ -6,9 +6,7 @@ import re
 import subprocess
 import sys
 
-import pytest
 from served.conftest import AFD
-from served.server import Server
 
 
 def _run(*command: object, timeout_s: int = 400) -> str:
@@ -54,18 +52,7 @@ def test_offline_engine(model_path, workspace):
     assert re.search(r"TEXT '.*' 8\n", output), output[-3000:]
 
 
-@pytest.fixture
-def afd_server(workspace, model_path):
-    server = Server(workspace / "bench_serving.log", model_path("demo"), *AFD)
-    yield server
-    server.kill()
-
-
-def test_bench_serving_works_unchanged(afd_server, model_path):
-    output = _run(
-        *("-m", "sglang.bench_serving", "--backend", "sglang", "--host", "127.0.0.1"),
-        *("--port", afd_server.port, "--dataset-name", "random-ids", "--num-prompts", 8),
-        *("--random-input-len", 32, "--random-output-len", 8, "--model", model_path("demo")),
-    )
+def test_bench_serving_works_unchanged(record_of):
+    output = record_of("demo", *AFD).bench_serving
+    assert output.startswith("exit code 0"), output[-3000:]
     assert re.search(r"Successful requests:\s+8\b", output), output[-3000:]
-    afd_server.stop()

@@ -22,7 +22,7 @@ ROLES = ("all", "attn", "ffn")
 MICROBATCHES = ("auto", "1", "2")
 DEFAULT_PEER_TIMEOUT_S = 30.0
 DEFAULT_LOAD_TIMEOUT_S = 1800.0
-# Without graphs nothing fixes the size of a dispatch; this bounds one message.
+# Bounds one message of a prefill; DeepEP's low-latency buffers end here too.
 EAGER_CAPACITY = 1024
 
 
@@ -71,7 +71,7 @@ FLAGS = (
         int,
         None,
         "Most tokens that one attention rank sends in one dispatch; a larger prefill goes in "
-        f"rounds. Default: the largest decode graph batch, or {EAGER_CAPACITY} without graphs.",
+        f"rounds. Default: {EAGER_CAPACITY}, or the largest decode graph batch if that is more.",
     ),
     Flag(
         "--afd-bootstrap-addr",
@@ -172,7 +172,7 @@ LIMITS = (
         "broken",
         "--afd-connector is the transport",
     ),
-    Limit("deepep_mode", lambda v: v not in ("auto", "normal"), "broken", "use --afd-connector"),
+    Limit("deepep_mode", lambda v: v != "auto", "broken", "--afd-connector is the transport"),
     Limit(
         "disaggregation_mode",
         lambda v: v not in ("afd", "null"),
@@ -245,12 +245,12 @@ def check_limits(args: AFDServerArgs) -> None:
             )
 
 
-def build(args: AFDServerArgs, largest_graph_batch: int | None = None) -> AFDConfig:
+def build(args: AFDServerArgs) -> AFDConfig:
     """Validate the AFD flags and return the settings.
 
     Args:
-        args: server arguments, before or after upstream resolved them.
-        largest_graph_batch: tokens of the largest decode graph, None without graphs.
+        args: server arguments, before or after upstream resolved them; the default capacity is
+            final only after.
     Raises:
         AFDConfigError: names the flag, its value and what is allowed.
     """
@@ -309,11 +309,26 @@ def build(args: AFDServerArgs, largest_graph_batch: int | None = None) -> AFDCon
         ffn_ranks=args.afd_ffn_ranks,
         connector=connector,
         microbatches=2 if args.enable_two_batch_overlap else microbatches,
-        capacity=args.afd_max_tokens_per_rank or largest_graph_batch or EAGER_CAPACITY,
+        capacity=_capacity(args),
         bootstrap_addr=args.afd_bootstrap_addr,
         peer_timeout_s=float(args.afd_peer_timeout),
         load_timeout_s=float(args.afd_load_timeout),
     )
+
+
+def _capacity(args: AFDServerArgs) -> int:
+    largest = 0
+    # Before upstream resolved it this is None, a string or a dict.
+    decode = getattr(args.cuda_graph_config, "decode", None)
+    if decode is not None and decode.backend != "disabled" and decode.bs:
+        largest = max(decode.bs)
+    given: int | None = args.afd_max_tokens_per_rank
+    if given is not None and given < largest:
+        raise AFDConfigError(
+            f"--afd-max-tokens-per-rank {given} is less than the largest decode graph batch "
+            f"{largest}; raise it, or lower --cuda-graph-max-bs-decode"
+        )
+    return given or max(EAGER_CAPACITY, largest)
 
 
 def check_unused(args: AFDServerArgs) -> None:

@@ -275,7 +275,12 @@ class LeaderControl(Channel):
                 self._joined[identity] = peer
             host, port = self._store
             plans = "" if peer.plans is None else f"tcp://*:{_bound_port(peer.plans)}"
-            welcome = Welcome(store_host=host, store_port=port, plan_endpoint=plans)
+            welcome = Welcome(
+                store_host=host,
+                store_port=port,
+                plan_endpoint=plans,
+                capacity=self._facts.capacity,
+            )
             await self._send(identity, welcome)
 
     async def _refuse(self, identity: bytes, reason: str) -> None:

@@ -66,6 +66,9 @@ def _init_local(orig: Any, bound: inspect.BoundArguments, server_args: Any) -> N
         e - owned.start if e in owned else -1
     )
     module.afd_num_experts = num_experts
+    # Rows that pad a batch carry no expert; "all experts are local" would let upstream skip the
+    # check for such entries.
+    module.moe_runner_config.num_experts = None
 
 
 def create_dispatcher(orig: Any, moe_runner_config: Any) -> Any:

@@ -59,8 +59,8 @@ def expert_shape(
     return shapes.pop()
 
 
-def collect(settings: AFDConfig, shape: ExpertShape, model_config: Any) -> Facts:
-    """Everything that both roles must agree on."""
+def collect(settings: AFDConfig, shape: ExpertShape, model_config: Any, capacity: int) -> Facts:
+    """Everything that both roles must agree on; `capacity` 0 takes the leader's."""
     return Facts(
         protocol=PROTOCOL,
         afd_version=_version("sglang-afd"),
@@ -71,7 +71,7 @@ def collect(settings: AFDConfig, shape: ExpertShape, model_config: Any) -> Facts
         hidden_size=shape.hidden_size,
         topk=shape.topk,
         dtype=str(model_config.dtype).removeprefix("torch."),
-        capacity=settings.capacity,
+        capacity=capacity,
         microbatches=settings.microbatches,
         connector=settings.connector,
         attn_ranks=settings.attn_ranks,

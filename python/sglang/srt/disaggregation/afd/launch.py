@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 _LAST_WORDS_S = 1.0
 _POLL_S = 0.5
 _STOP_S = 5.0
+_START_METHOD = "spawn"
 
 
 class Supervisor:
@@ -91,11 +92,15 @@ def start_ffn_ranks(server_args: Any, ranks: range) -> list[BaseProcess]:
     """
     from sglang.srt.disaggregation.afd.ffn import server
 
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context(_START_METHOD)
+    first = server_args.afd_attn_ranks if server_args.afd_role == "all" else 0
     processes: list[BaseProcess] = []
     for rank in ranks:
+        gpu_id = server_args.base_gpu_id + (first + rank - ranks.start) * server_args.gpu_id_step
         process = context.Process(
-            target=server.main, args=(server_args, rank, os.getpid()), name=f"afd_ffn_{rank}"
+            target=server.main,
+            args=(server_args, rank, gpu_id, os.getpid()),
+            name=f"afd_ffn_{rank}",
         )
         process.start()
         processes.append(process)

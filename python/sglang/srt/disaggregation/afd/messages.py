@@ -44,7 +44,7 @@ class Facts(_Base, frozen=True, kw_only=True, tag="facts"):
         model_digest: names the weights; equal digests mean equal checkpoints.
         moe_layers: number of MoE layers.
         dtype: of hidden states between the pools, for example "bfloat16".
-        capacity: most tokens of one attention rank in one dispatch.
+        capacity: most tokens of one attention rank in one dispatch; 0 takes the leader's.
         microbatches: the largest number that a step may have, 1 or 2.
     """
 
@@ -64,7 +64,8 @@ class Facts(_Base, frozen=True, kw_only=True, tag="facts"):
     ffn_ranks: int
 
     def __post_init__(self) -> None:
-        self._at_least(1, "moe_layers", "num_experts", "hidden_size", "topk", "capacity")
+        self._at_least(1, "moe_layers", "num_experts", "hidden_size", "topk")
+        self._at_least(0, "capacity")
         self._at_least(1, "attn_ranks", "ffn_ranks")
         self._check("microbatches", self.microbatches in (1, 2), "1 or 2")
 
@@ -73,6 +74,8 @@ def first_difference(ours: Facts, theirs: Facts) -> tuple[str, Any, Any] | None:
     """The first field that differs, as (field, our value, their value); None if all agree."""
     for field in Facts.__struct_fields__:
         mine, other = getattr(ours, field), getattr(theirs, field)
+        if field == "capacity" and other == 0:
+            continue
         if mine != other:
             return field, mine, other
     return None
@@ -104,13 +107,16 @@ class Welcome(_Base, frozen=True, kw_only=True, tag="welcome"):
         store_host, store_port: where torch's store of the data plane listens.
         plan_endpoint: `tcp://*:PORT` of this member's plans, `*` being the host at which the
             member reached the leader; empty for an attention rank, which gets no plans.
+        capacity: the leader's, see `Facts`.
     """
 
     store_host: str
     store_port: int
     plan_endpoint: str
+    capacity: int
 
     def __post_init__(self) -> None:
+        self._at_least(1, "capacity")
         self._check("store_port", 0 <= self.store_port < 65536, "in 0..65535")
 
 

@@ -91,6 +91,8 @@ class AFDServerArgs(upstream.ServerArgs):
     def _afd_prepare(self) -> None:
         """Check what the user typed, then turn it into the upstream settings that AFD stands on."""
         config.check_limits(self)
+        if self.device is None:  # type: ignore[has-type]
+            self.device = "cpu" if cpu.is_cpu_only() else "cuda"
         settings = config.build(self)
         self.disaggregation_mode = "null"
         self.disable_shared_experts_fusion = True
@@ -107,6 +109,9 @@ class AFDServerArgs(upstream.ServerArgs):
         # our dispatcher takes DeepEP's place, DeepEP itself need not be installed.
         self.moe_a2a_backend = "deepep"
         self.enable_two_batch_overlap = settings.microbatches == 2
+        # The choice is for the FFN ranks, which take it from what was typed. Another value here
+        # would change the format of the router's output.
+        self.moe_runner_backend = "auto"
         patches.apply()
 
     def for_ffn_rank(self, ffn_rank: int) -> AFDServerArgs:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
+import time
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_LAST_WORDS_S = 2.0
+
 _runtime: AttentionRuntime | None = None
 
 
@@ -49,8 +53,9 @@ class AttentionRuntime:
         self.settings = afd_config.build(server_args)
         self.capacity = self.settings.capacity
         self.attn_rank = attn_rank
-        self.tokens = 0
         self.steps = 0
+        # Counted on the device, because a graph replays the counting without the host.
+        self._tokens = torch.zeros((), dtype=torch.int64, device=server_args.device)
         self._model_config = model_config
         self._server_args = server_args
         self._layers: list[RemoteDispatcher] = []
@@ -77,7 +82,7 @@ class AttentionRuntime:
         shape = facts.expert_shape(
             [d.config for d in self._layers], self._model_config, self._server_args.model_path
         )
-        ours = facts.collect(self.settings, shape, self._model_config)
+        ours = facts.collect(self.settings, shape, self._model_config, self.capacity)
         self._spec = LinkSpec(
             topology=Topology(self.settings.attn_ranks, self.settings.ffn_ranks, shape.num_experts),
             hidden_size=shape.hidden_size,
@@ -85,6 +90,7 @@ class AttentionRuntime:
             dtype=self._model_config.dtype,
             capacity=self.capacity,
             timeout_s=self.settings.peer_timeout_s,
+            microbatches=self.settings.microbatches,
         )
         address = self.settings.leader_addr
         timeouts = {
@@ -108,6 +114,9 @@ class AttentionRuntime:
             )
             welcome = self._member.join()
             store_host, store_port = welcome.store_host, welcome.store_port
+        channel = self._leader or self._member
+        assert channel is not None
+        channel.set_on_failure(self._end)
         self._rendezvous = Rendezvous(
             store_host=store_host, store_port=store_port, timeout_s=self.settings.load_timeout_s
         )
@@ -142,7 +151,15 @@ class AttentionRuntime:
             self._ready.param_bytes / 2**20,
         )
 
-    def begin_step(self, mode: Mode, tokens: tuple[int, ...], microbatches: int) -> None:
+    def begin_graph_step(self, mode: Mode, batch: int) -> None:
+        """Fix the plan of a graph's warm-up, capture or replay, at `batch` tokens per rank."""
+        width = self.settings.microbatches
+        tokens = (batch,) * self.settings.attn_ranks
+        self.begin_step(mode, tokens, microbatches=width, bucket=-(-batch // width))
+
+    def begin_step(
+        self, mode: Mode, tokens: tuple[int, ...], microbatches: int, bucket: int = 0
+    ) -> None:
         """Fix the plan of the step that starts now; the leader tells the FFN ranks."""
         self.plan = make_plan(
             step_id=self.steps,
@@ -150,7 +167,7 @@ class AttentionRuntime:
             tokens_per_rank=tokens,
             capacity=self.capacity,
             microbatches=microbatches,
-            bucket=0,
+            bucket=bucket,
         )
         self.steps += 1
         if self._leader is not None:
@@ -161,7 +178,7 @@ class AttentionRuntime:
 
     def count_tokens(self, topk_ids: torch.Tensor) -> None:
         """Count the tokens [T, K] that leave with at least one expert; padding rows do not."""
-        self.tokens += int((topk_ids >= 0).any(dim=1).sum())
+        self._tokens += (topk_ids >= 0).any(dim=1).sum()
 
     def state(self) -> dict[str, Any]:
         """What /server_info shows of this rank, and, on the leader, of the FFN ranks."""
@@ -169,7 +186,7 @@ class AttentionRuntime:
         layers = len(self._layers)
         state: dict[str, Any] = {
             **facts.rank_row(self._ready, layers),
-            "tokens": self.tokens,
+            "tokens": int(self._tokens),
             "steps": self.steps,
             "connector": self.settings.connector,
             "capacity": self.capacity,
@@ -186,6 +203,18 @@ class AttentionRuntime:
                 if peer.ready is not None and peer.ready.role == "ffn"
             ]
         return state
+
+    def _end(self, error: AFDError) -> None:
+        """A peer is lost: end this rank at once, whatever its main thread waits for.
+
+        A kernel that waits for a lost peer, or an idle scheduler, would never notice.
+        """
+        if self._closed:
+            return
+        time.sleep(_LAST_WORDS_S)  # a main thread that is in a wait says more about it
+        logger.error("AFD attention rank %d ends: %s", self.attn_rank, error)
+        logging.shutdown()
+        os._exit(1)
 
     def close(self, reason: str = "the attention side ended") -> None:
         """Tell the FFN ranks to stop and release the link. Safe to call twice."""

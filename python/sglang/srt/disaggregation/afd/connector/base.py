@@ -8,7 +8,10 @@ Called on attention ranks: `AttnConnector`. Called on FFN ranks: `FFNConnector`.
 - more tokens than `LinkSpec.capacity` is `CapacityExceeded` before anything is sent;
 - a microbatch has one open dispatch at a time, and `combine` ends it;
 - `max_rows`, given on both sides from the same plan, bounds the tokens of each attention rank in
-  this transfer. A connector of fixed shapes moves exactly that many rows, the others what there is.
+  this transfer. A connector of fixed shapes moves exactly that many rows, the others what there is;
+- on a GPU nothing waits on the host: calls enqueue work on the current stream, may be captured in
+  a CUDA graph (then `Transfer.step_id` means nothing and never travels), and every microbatch is
+  combined in the order in which it was dispatched, which is the order of the FFN ranks.
 
 Shape letters: T tokens of this attention rank, H hidden size, K top-k, R rows that reached one
 FFN rank (a token is one row per FFN rank, however many of its experts live there).
@@ -18,7 +21,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
@@ -51,6 +54,8 @@ class LinkSpec:
         dtype: of hidden states, out and back.
         capacity: most tokens that one attention rank may put into one dispatch.
         timeout_s: longest wait for a peer, seconds.
+        microbatches: 1 or 2, how many may be in flight.
+        fp8: send tokens as FP8 (E4M3) with one FP32 scale per 128 values; results stay in `dtype`.
     """
 
     topology: Topology
@@ -59,6 +64,8 @@ class LinkSpec:
     dtype: torch.dtype
     capacity: int
     timeout_s: float
+    microbatches: int = 2
+    fp8: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +79,9 @@ class DispatchHandle:
 @dataclass(frozen=True, kw_only=True)
 class ReceivedBatch:
     """The rows of all attention ranks for one transfer, in attention-rank order.
+
+    A connector of fixed shapes also delivers rows that have no expert here: padding, and tokens
+    of other FFN ranks. All their ids are -1, and the rows returned for them must be zeros.
 
     Attributes:
         transfer: which dispatch this is.
@@ -87,6 +97,33 @@ class ReceivedBatch:
     topk_ids_RK: torch.Tensor
     topk_weights_RK: torch.Tensor
     rows_per_rank: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertMajorBatch:
+    """The rows of all attention ranks for one transfer, sorted by expert: a row per (token, expert).
+
+    Expert e of this FFN rank has its rows at `[e, :rows_per_expert_E[e]]`; what follows them is
+    undefined. E counts slots (`Topology.slots_per_rank`): a rank with a smaller share of experts
+    has empty slots at the end. Weights stay on the attention side, which applies them.
+
+    Attributes:
+        transfer: which dispatch this is.
+        hidden_ELH: `LinkSpec.dtype`, or FP8 (E4M3). L is the room for rows of one expert.
+        scales_ELG: float32, one per G = H / 128 groups, column-major in its last two dimensions;
+            None unless the rows are FP8.
+        rows_per_expert_E: int32, on the device.
+        expected_rows: rows per expert if the router is even, at least 1; picks kernel shapes.
+    """
+
+    transfer: Transfer
+    hidden_ELH: torch.Tensor
+    scales_ELG: torch.Tensor | None
+    rows_per_expert_E: torch.Tensor
+    expected_rows: int
+
+
+BatchT = TypeVar("BatchT", bound=ReceivedBatch | ExpertMajorBatch)
 
 
 class AttnConnector(ABC):
@@ -106,7 +143,8 @@ class AttnConnector(ABC):
         Args:
             hidden_TH: `LinkSpec.dtype`; may be reused by the caller as soon as this returns.
             topk_ids_TK: integer, global expert ids; -1 masks an entry.
-            topk_weights_TK: float32, applied on the FFN side.
+            topk_weights_TK: float32, applied on the FFN side, or in `combine` if that gets one row
+                per expert. Like the ids, to be left alone until `combine`.
             max_rows: by attention rank; the capacity for all if None.
         Raises:
             CapacityExceeded: T > capacity; nothing was sent.
@@ -126,11 +164,11 @@ class AttnConnector(ABC):
         """Release sockets and buffers. Safe to call twice."""
 
 
-class FFNConnector(ABC):
-    """FFN side."""
+class FFNConnector(ABC, Generic[BatchT]):
+    """FFN side. What it receives is the connector's choice, and decides which kernels may follow."""
 
     @abstractmethod
-    def receive(self, transfer: Transfer, max_rows: tuple[int, ...] | None = None) -> ReceivedBatch:
+    def receive(self, transfer: Transfer, max_rows: tuple[int, ...] | None = None) -> BatchT:
         """Wait for the rows of all attention ranks of exactly this transfer.
 
         Args:
@@ -140,10 +178,10 @@ class FFNConnector(ABC):
         """
 
     @abstractmethod
-    def send(self, batch: ReceivedBatch, out_RH: torch.Tensor) -> None:
-        """Return one row per received row, in the same order, `LinkSpec.dtype`.
+    def send(self, batch: BatchT, out: torch.Tensor) -> None:
+        """Return one row per received row, in the same place, `LinkSpec.dtype`: [R, H] or [E, L, H].
 
-        `out_RH` may be reused by the caller as soon as this returns.
+        `out` may be reused by the caller as soon as this returns.
         """
 
     @abstractmethod

@@ -6,7 +6,10 @@ available is the module `connector/x.py`, which has `create_attn` and `create_ff
 
 from __future__ import annotations
 
+import functools
 import importlib
+import importlib.util
+import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, cast
 
@@ -16,6 +19,8 @@ if TYPE_CHECKING:
     from sglang.srt.disaggregation.afd.connector.base import AttnConnector, FFNConnector, LinkSpec
     from sglang.srt.disaggregation.afd.connector.loopback import LoopbackHub
     from sglang.srt.disaggregation.afd.connector.rendezvous import Rendezvous
+
+logger = logging.getLogger(__name__)
 
 AUTO = "auto"
 
@@ -28,6 +33,7 @@ class ConnectorInfo:
         device: where its tensors live, "cpu" or "cuda".
         one_process: both roles must share a process, so no server can use it.
         available: part of this version.
+        package: a Python package that must be installed, none if empty.
     """
 
     name: str
@@ -35,6 +41,11 @@ class ConnectorInfo:
     description: str
     one_process: bool = False
     available: bool = True
+    package: str = ""
+
+    @property
+    def installed(self) -> bool:
+        return not self.package or importlib.util.find_spec(self.package) is not None
 
 
 _CONNECTORS = {
@@ -55,13 +66,12 @@ _CONNECTORS = {
             name="nccl",
             device="cuda",
             description="GPU tensors, point to point; any network",
-            available=False,
         ),
         ConnectorInfo(
             name="deepep",
             device="cuda",
             description="DeepEP low-latency kernels over NVLink or RDMA",
-            available=False,
+            package="deep_ep",
         ),
         ConnectorInfo(
             name="nvlink",
@@ -71,6 +81,10 @@ _CONNECTORS = {
         ),
     )
 }
+
+
+# What `auto` prefers.
+_FASTEST_FIRST = ("deepep", "nccl", "gloo")
 
 
 class _ConnectorModule(Protocol):
@@ -96,11 +110,14 @@ def table() -> tuple[ConnectorInfo, ...]:
 
 
 def available(device: str | None = None) -> tuple[str, ...]:
-    """Names that a server of this version can use, on `device` if given."""
+    """Names that a server of this version can use here, on `device` if given."""
     return tuple(
         info.name
         for info in _CONNECTORS.values()
-        if info.available and not info.one_process and device in (None, info.device)
+        if info.available
+        and info.installed
+        and not info.one_process
+        and device in (None, info.device)
     )
 
 
@@ -108,7 +125,7 @@ def info(name: str) -> ConnectorInfo:
     """Facts of an available connector.
 
     Raises:
-        AFDConfigError: unknown, or not part of this version.
+        AFDConfigError: unknown, not part of this version, or without the package it needs.
     """
     found = _CONNECTORS.get(name)
     if found is None:
@@ -118,6 +135,11 @@ def info(name: str) -> ConnectorInfo:
     if not found.available:
         raise AFDConfigError(
             f"--afd-connector {name} is not part of this version; choose {_either(available())}"
+        )
+    if not found.installed:
+        raise AFDConfigError(
+            f"--afd-connector {name} needs the Python package {found.package}, which is not "
+            f"installed; install it, or choose {_either(available())}"
         )
     return found
 
@@ -135,7 +157,9 @@ def resolve_auto(device: str) -> str:
             f"--afd-connector {AUTO} finds no connector for --device {device} in this version; "
             f"what exists: {choices}"
         )
-    return found[0]
+    choice = next(name for name in _FASTEST_FIRST if name in found)
+    _log_choice(device, choice)
+    return choice
 
 
 def create_attn(
@@ -157,6 +181,22 @@ def create_ffn(
 ) -> FFNConnector:
     """Build the FFN side; otherwise as `create_attn`."""
     return _module(name).create_ffn(spec, ffn_rank, rendezvous)
+
+
+@functools.cache
+def _log_choice(device: str, choice: str) -> None:
+    passed_over = [
+        f"; {name} is faster but needs the Python package {_CONNECTORS[name].package}"
+        for name in _FASTEST_FIRST[: _FASTEST_FIRST.index(choice)]
+        if _CONNECTORS[name].device == device and not _CONNECTORS[name].installed
+    ]
+    logger.info(
+        "--afd-connector %s: %s, the fastest for --device %s here%s",
+        AUTO,
+        choice,
+        device,
+        "".join(passed_over),
+    )
 
 
 def _module(name: str) -> _ConnectorModule:

@@ -17,29 +17,41 @@ class LocalExperts:
     in FP32, as upstream takes it.
     """
 
-    def __init__(self, module: Any) -> None:
+    def __init__(self, module: Any, device: torch.device) -> None:
         self.module = module
+        self._compute = self._on_cpu if device.type == "cpu" else self._on_gpu
 
-    @torch.inference_mode()
     def __call__(self, batch: ReceivedBatch) -> torch.Tensor:
         """Partial expert outputs [R, H], one row per received row, in the hidden dtype."""
-        from sglang.srt.layers.moe.token_dispatcher import StandardDispatchOutput
-        from sglang.srt.layers.moe.topk import StandardTopKOutput
+        if batch.hidden_RH.shape[0] == 0:
+            return batch.hidden_RH
+        return self._compute(batch)
 
+    def _on_gpu(self, batch: ReceivedBatch) -> torch.Tensor:
+        """Upstream's fused MoE kernels skip entries whose expert is -1."""
+        return self._run_core(batch.hidden_RH, batch.topk_ids_RK, batch.topk_weights_RK)
+
+    def _on_cpu(self, batch: ReceivedBatch) -> torch.Tensor:
         hidden = batch.hidden_RH
-        if hidden.shape[0] == 0:
-            return hidden
         row_P, entry_P = (batch.topk_ids_RK >= 0).nonzero(as_tuple=True)
         ids_P1 = batch.topk_ids_RK[row_P, entry_P].unsqueeze(1)
         ones_P1 = torch.ones(ids_P1.shape, dtype=torch.float32, device=hidden.device)
-        pairs = self.module.run_moe_core(
-            StandardDispatchOutput(
-                hidden_states=hidden[row_P],
-                hidden_states_scale=None,
-                topk_output=StandardTopKOutput(ones_P1, ids_P1, ones_P1),
-            )
-        )
+        pairs = self._run_core(hidden[row_P], ids_P1, ones_P1)
         weight_P1 = batch.topk_weights_RK[row_P, entry_P].unsqueeze(1)
         total_RH = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
-        total_RH.index_add_(0, row_P, pairs.hidden_states.float() * weight_P1)
+        total_RH.index_add_(0, row_P, pairs.float() * weight_P1)
         return total_RH.to(hidden.dtype)
+
+    def _run_core(
+        self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        from sglang.srt.layers.moe.token_dispatcher import StandardDispatchOutput
+        from sglang.srt.layers.moe.topk import StandardTopKOutput
+
+        dispatched = StandardDispatchOutput(
+            hidden_states=hidden,
+            hidden_states_scale=None,
+            topk_output=StandardTopKOutput(weights, ids, weights),
+        )
+        output: torch.Tensor = self.module.run_moe_core(dispatched).hidden_states
+        return output

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import logging
 
-from sglang.srt.disaggregation.afd.connector.base import FFNConnector, Transfer
+import torch
+
+from sglang.srt.disaggregation.afd.connector.base import FFNConnector, ReceivedBatch, Transfer
 from sglang.srt.disaggregation.afd.control import MemberControl
 from sglang.srt.disaggregation.afd.ffn.experts import LocalExperts
+from sglang.srt.disaggregation.afd.ffn.graph import StepGraphs
+from sglang.srt.disaggregation.afd.ffn.pace import Pace
 from sglang.srt.disaggregation.afd.messages import StepPlan, Stop
 from sglang.srt.disaggregation.afd.plan import max_rows, transfers
 
@@ -14,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 class FFNLoop:
-    """Runs steps in plan order; knows nothing of requests, positions or modes."""
+    """Runs steps in plan order; knows nothing of requests or positions."""
 
     def __init__(
         self,
@@ -22,13 +26,19 @@ class FFNLoop:
         connector: FFNConnector,
         layers: list[LocalExperts],
         capacity: int,
+        pace: Pace,
+        device: torch.device,
     ) -> None:
-        self._capacity = capacity
         self._control = control
         self._connector = connector
         self._layers = layers
+        self._capacity = capacity
+        self._pace = pace
+        self._graphs = StepGraphs(self._run)
         self._steps = 0
-        self._tokens = 0
+        # Counted on the device and copied behind each step, so that no step waits for a count.
+        self._tokens = torch.zeros((), dtype=torch.int64, device=device)
+        self._tokens_on_host = torch.zeros((), dtype=torch.int64, pin_memory=device.type == "cuda")
 
     def run(self) -> str:
         """Serve until told to stop; returns the reason.
@@ -39,17 +49,27 @@ class FFNLoop:
         while True:
             message = self._control.recv_plan()
             if isinstance(message, Stop):
+                logger.info("%d graph replays, %d eager steps", *self._counts())
                 return message.reason
-            self._step(message)
+            self._graphs.run(message)
+            self._tokens_on_host.copy_(self._tokens, non_blocking=True)
+            self._pace.finished(message.step_id)
+            self._steps += 1
+            self._control.count(self._steps, int(self._tokens_on_host))
 
-    def _step(self, plan: StepPlan) -> None:
+    @torch.inference_mode()
+    def _run(self, plan: StepPlan) -> None:
         for layer, microbatch, round_idx in transfers(plan, len(self._layers)):
             batch = self._connector.receive(
                 Transfer(plan.step_id, layer, microbatch, round_idx),
                 max_rows(plan, self._capacity, round_idx),
             )
             if layer == 0:
-                self._tokens += batch.hidden_RH.shape[0]
+                self._count(batch)
             self._connector.send(batch, self._layers[layer](batch))
-        self._steps += 1
-        self._control.count(self._steps, self._tokens)
+
+    def _count(self, batch: ReceivedBatch) -> None:
+        self._tokens += (batch.topk_ids_RK >= 0).any(dim=1).sum()
+
+    def _counts(self) -> tuple[int, int]:
+        return self._graphs.replays, self._graphs.eager_steps

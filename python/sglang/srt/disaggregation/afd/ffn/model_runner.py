@@ -22,7 +22,7 @@ class FFNModelRunner:
     weight is read; `load` reads this rank's tensors and drops the rest of the model.
     """
 
-    def __init__(self, server_args: Any, ffn_rank: int) -> None:
+    def __init__(self, server_args: Any, ffn_rank: int, gpu_id: int = 0) -> None:
         from sglang.srt.configs.device_config import DeviceConfig
         from sglang.srt.configs.model_config import ModelConfig
         from sglang.srt.layers.moe import initialize_moe_config
@@ -34,9 +34,9 @@ class FFNModelRunner:
 
         self._server_args = server_args
         self._ffn_rank = ffn_rank
-        self._device = torch.device(DeviceConfig(server_args.device).device)
+        self.device = torch.device(DeviceConfig(server_args.device).device)
         self.model_config = ModelConfig.from_server_args(server_args)
-        _init_world_of_one(server_args, self.model_config)
+        _init_world_of_one(server_args, self.model_config, gpu_id)
         initialize_moe_config(server_args)
         load_config = build_load_config(
             server_args=server_args,
@@ -80,10 +80,10 @@ class FFNModelRunner:
             weights.select(weights.wanted_by_ffn(topology, self._ffn_rank))
             self._model.load_weights(self._loader._get_all_weights(self.model_config, self._model))
         for module in self._modules:
-            with upstream.device_loading_context(module, self._device):
+            with upstream.device_loading_context(module, self.device):
                 module.quant_method.process_weights_after_loading(module)
         del self._model
-        return [LocalExperts(module) for module in self._modules]
+        return [LocalExperts(module, self.device) for module in self._modules]
 
     def parameter_bytes(self) -> int:
         return weights.parameter_bytes(torch.nn.ModuleList(self._modules))
@@ -93,7 +93,7 @@ def _is_ours(module: Any) -> bool:
     return hasattr(module, "afd_num_experts")
 
 
-def _init_world_of_one(server_args: Any, model_config: Any) -> None:
+def _init_world_of_one(server_args: Any, model_config: Any, gpu_id: int) -> None:
     """Upstream's layers ask for parallel groups; this process is alone in all of them."""
     from sglang.srt.distributed.parallel_state import (
         init_distributed_environment,
@@ -101,11 +101,10 @@ def _init_world_of_one(server_args: Any, model_config: Any) -> None:
     )
     from sglang.srt.layers.dp_attention import initialize_dp_attention
 
-    backend = "nccl" if server_args.device == "cuda" else "gloo"
     # An in-process store: no address, no port, nothing to collide with.
     torch.distributed.init_process_group(
-        backend=backend, store=torch.distributed.HashStore(), rank=0, world_size=1
+        backend="gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
     )
-    init_distributed_environment(backend=backend, world_size=1, rank=0, local_rank=0)
+    init_distributed_environment(backend="gloo", world_size=1, rank=0, local_rank=gpu_id)
     initialize_model_parallel()
     initialize_dp_attention(server_args, model_config)

@@ -19,6 +19,7 @@ from sglang.srt.disaggregation.afd.control import MemberControl
 from sglang.srt.disaggregation.afd.errors import AFDError
 from sglang.srt.disaggregation.afd.ffn.loop import FFNLoop
 from sglang.srt.disaggregation.afd.ffn.model_runner import FFNModelRunner
+from sglang.srt.disaggregation.afd.ffn.pace import Pace
 from sglang.srt.disaggregation.afd.messages import Ready
 from sglang.srt.disaggregation.afd.models import weights
 from sglang.srt.disaggregation.afd.topology import Topology
@@ -28,8 +29,8 @@ logger = logging.getLogger(__name__)
 EXIT_STOPPED, EXIT_FAILED = 0, 1
 
 
-def main(server_args: Any, ffn_rank: int, launcher_pid: int) -> None:
-    """Entry of the process; `server_args` are the launcher's.
+def main(server_args: Any, ffn_rank: int, gpu_id: int, launcher_pid: int) -> None:
+    """Entry of the process; `server_args` are the launcher's, `gpu_id` counts on a CUDA device.
 
     Exits 0 when the attention side said stop, 1 on everything else.
     """
@@ -47,15 +48,19 @@ def main(server_args: Any, ffn_rank: int, launcher_pid: int) -> None:
     publish(args, role="scheduler")
     if args.device == "cpu":
         torch.set_num_threads(max(1, len(envs.usable_cores()) // args.afd_ffn_ranks))
+    else:
+        torch.cuda.set_device(gpu_id)
     control: MemberControl | None = None
     try:
-        runner = FFNModelRunner(args, ffn_rank)
+        runner = FFNModelRunner(args, ffn_rank, gpu_id)
         settings = afd_config.build(args)
         control = MemberControl(
             address=settings.leader_addr,
             role="ffn",
             rank=ffn_rank,
-            facts=facts.collect(settings, runner.shape, runner.model_config),
+            facts=facts.collect(
+                settings, runner.shape, runner.model_config, args.afd_max_tokens_per_rank or 0
+            ),
             load_timeout_s=settings.load_timeout_s,
             peer_timeout_s=settings.peer_timeout_s,
         )
@@ -69,6 +74,8 @@ def main(server_args: Any, ffn_rank: int, launcher_pid: int) -> None:
         if control is not None:
             control.failed(text)
             control.close()
+        if args.device != "cpu":
+            os._exit(EXIT_FAILED)  # a kernel that waits for ever would block the usual exit
         sys.exit(EXIT_FAILED)
     logger.info("FFN rank %d stops: %s", ffn_rank, reason)
     control.close()
@@ -108,8 +115,9 @@ def _serve(
         hidden_size=runner.shape.hidden_size,
         topk=runner.shape.topk,
         dtype=runner.model_config.dtype,
-        capacity=settings.capacity,
+        capacity=welcome.capacity,
         timeout_s=settings.peer_timeout_s,
+        microbatches=settings.microbatches,
     )
     rendezvous = Rendezvous(
         store_host=welcome.store_host,
@@ -117,8 +125,10 @@ def _serve(
         timeout_s=settings.load_timeout_s,
     )
     connector = registry.create_ffn(settings.connector, spec, ffn_rank, rendezvous)
+    pace = Pace(f"ffn {ffn_rank}", runner.device, settings.peer_timeout_s)
     try:
-        return FFNLoop(control, connector, layers, settings.capacity).run()
+        loop = FFNLoop(control, connector, layers, welcome.capacity, pace, runner.device)
+        return loop.run()
     finally:
         connector.close()
 

@@ -1,0 +1,104 @@
+"""On two GPUs of one host: AFD scores and generates as colocated SGLang does, with and without graphs.
+
+Teacher-forced: the colocated server's own sequences are scored by every AFD server.
+"""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+
+import pytest
+import requests
+import torch
+from served.models import tiny_model
+from served.server import Server
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+]
+
+AFD = ("--disaggregation-mode", "afd", "--afd-connector", "nccl")
+EAGER = ("--cuda-graph-backend-decode", "disabled")
+GRAPH = ("--cuda-graph-bs-decode", "1", "2", "4", "8")
+COMMON = ("--attention-backend", "triton", "--cuda-graph-backend-prefill", "disabled")
+CASES = {
+    "eager": (*AFD, *EAGER),
+    "graph": (*AFD, *GRAPH),
+    "graph-rounds": (*AFD, *GRAPH, "--afd-max-tokens-per-rank", "16"),
+}
+# BF16 on both sides; FFN outputs are rounded once more on the way back.
+TOLERANCE = 5e-2
+MEAN_TOLERANCE = 5e-3
+
+
+def ask(server: Server, ids: list[int], new_tokens: int) -> dict:
+    body = {
+        "input_ids": ids,
+        "sampling_params": {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True},
+        "return_logprob": True,
+        "logprob_start_len": 0,
+    }
+    return requests.post(f"{server.url}/generate", json=body, timeout=120).json()
+
+
+def prompts() -> list[list[int]]:
+    rng = random.Random(0)
+    return [[rng.randrange(256) for _ in range(n)] for n in (1, 2, 3, 7, 16, 33, 64, 100)]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("gpu")
+    model = tiny_model(folder / "tiny")
+
+    @cache
+    def get(*flags: str):
+        server = Server(folder / f"{'_'.join(flags)}.log", model, *COMMON, *flags, dtype="bfloat16")
+        try:
+            generated = [ask(server, ids, 24) for ids in prompts()]
+            sequences = reference() if flags[0] == AFD[0] else None
+            scored = [ask(server, ids, 1) for ids in sequences or []]
+            info = server.info() if sequences else []
+            log = server.log.read_text()
+        finally:
+            server.kill()
+        return generated, scored, info, log
+
+    def reference() -> list[list[int]]:
+        generated, _, _, _ = get(*GRAPH)
+        pairs = zip(prompts(), generated, strict=True)
+        return [ids + answer["output_ids"] for ids, answer in pairs]
+
+    return get
+
+
+def logprobs(answer: dict) -> list[float]:
+    return [entry[0] for entry in answer["meta_info"]["input_token_logprobs"][1:]]
+
+
+def output_logprobs(answer: dict) -> list[float]:
+    return [entry[0] for entry in answer["meta_info"]["output_token_logprobs"]]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_colocated_sequences_score_the_same(run, case):
+    colocated, _, _, _ = run(*GRAPH)
+    _, scored, _, _ = run(*CASES[case])
+    differences = []
+    for ids, reference, answer in zip(prompts(), colocated, scored, strict=True):
+        # Score of the generated part: under teacher forcing, from the colocated run's own pass.
+        got = logprobs(answer)[len(ids) - 1 :]
+        differences += [abs(a - b) for a, b in zip(got, output_logprobs(reference), strict=True)]
+    print(f"{case}: max {max(differences):.4f}, mean {sum(differences) / len(differences):.5f}")
+    assert max(differences) < TOLERANCE
+    assert sum(differences) / len(differences) < MEAN_TOLERANCE
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_rank_worked(run, case):
+    _, _, info, log = run(*CASES[case])
+    assert info[0]["tokens"] == info[0]["ffn"][0]["tokens"] > 0
+    if case.startswith("graph"):
+        assert "captured bucket 8" in log
