@@ -33,6 +33,7 @@ class Zygote:
         self._log = folder / "zygote.log"
         env = {k: v for k, v in os.environ.items() if k not in _OURS}
         env["PYTHONPATH"] = str(_TESTS)
+        env["SGLANG_AFD_LOG_PLANS"] = "1"
         with self._log.open("w") as output:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "matrix.zygote", self.address],
@@ -110,7 +111,7 @@ class Child:
 
 
 class Engine:
-    """A running engine; `stop` proves that nothing is left of it."""
+    """A running engine, as a context; its regular end proves that nothing is left of it."""
 
     def __init__(self, zygote: Zygote, spec: EngineSpec) -> None:
         self.log = spec.log
@@ -138,7 +139,13 @@ class Engine:
             time.sleep(2.5)
         return sorted(states, key=lambda state: int(state["rank"]))
 
-    def stop(self) -> None:
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_rest: object) -> None:
+        if kind is not None:
+            self._child.kill()
+            return
         try:
             self._child.ask("stop", STOP_TIMEOUT_S)
             deadline = time.monotonic() + STOP_TIMEOUT_S

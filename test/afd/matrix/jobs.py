@@ -29,7 +29,8 @@ class Request:
         new_tokens: generated greedily; 0 scores the prompt.
         score: return the log probability of every prompt token, too.
         delay_s: after the start of its job.
-        rank: attention rank that takes it; None leaves the choice to the engine.
+        rank: attention rank that takes it, modulo their number; None leaves the choice to the
+            engine.
         abort_after: abort once so many tokens are there.
     """
 

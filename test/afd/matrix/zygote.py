@@ -136,7 +136,7 @@ async def _ask(engine: Any, request: jobs.Request) -> jobs.Answer:
         return_logprob=True,
         logprob_start_len=0 if request.score else -1,
         top_logprobs_num=2,
-        routed_dp_rank=request.rank,
+        routed_dp_rank=None if request.rank is None else request.rank % engine.server_args.dp_size,
         rid=rid,
         stream=True,
     )

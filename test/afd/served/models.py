@@ -14,7 +14,9 @@ CHAT_TEMPLATE = (
 )
 
 
-def tiny_model(folder: Path, num_experts: int = 8, seed: int = 0) -> Path:
+def tiny_model(
+    folder: Path, num_experts: int = 8, seed: int = 0, hidden: int = 128, head_dim: int = 32
+) -> Path:
     """A random Qwen3-MoE of 3 layers with a byte tokenizer; weights spread so that the two best
     tokens are rarely close."""
     import torch
@@ -38,12 +40,12 @@ def tiny_model(folder: Path, num_experts: int = 8, seed: int = 0) -> Path:
     torch.manual_seed(seed)
     config = Qwen3MoeConfig(
         vocab_size=len(vocab),
-        hidden_size=128,
+        hidden_size=hidden,
         intermediate_size=256,
         num_hidden_layers=3,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=32,
+        head_dim=head_dim,
         moe_intermediate_size=64,
         num_experts=num_experts,
         num_experts_per_tok=2,
@@ -51,7 +53,7 @@ def tiny_model(folder: Path, num_experts: int = 8, seed: int = 0) -> Path:
         decoder_sparse_step=1,
         max_position_embeddings=2048,
         tie_word_embeddings=False,
-        initializer_range=0.2,
+        initializer_range=0.2 * (128 / hidden) ** 0.5,
         eos_token_id=vocab["<|im_end|>"],
     )
     Qwen3MoeForCausalLM(config).to(torch.float32).save_pretrained(folder)

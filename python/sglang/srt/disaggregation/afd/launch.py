@@ -18,7 +18,7 @@ from collections.abc import Callable
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from types import FrameType
-from typing import Any
+from typing import Any, Literal
 
 import psutil
 
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 _LAST_WORDS_S = 1.0
 _POLL_S = 0.5
 _STOP_S = 5.0
-_START_METHOD = "spawn"
+_START_METHOD: Literal["spawn", "fork"] = "spawn"
 
 
 class Supervisor:

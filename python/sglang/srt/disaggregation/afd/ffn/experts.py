@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from sglang.srt.disaggregation.afd.connector.base import ReceivedBatch
+from sglang.srt.disaggregation.afd.connector.base import ExpertMajorBatch, ReceivedBatch
 
 
 class LocalExperts:
@@ -21,11 +21,24 @@ class LocalExperts:
         self.module = module
         self._compute = self._on_cpu if device.type == "cpu" else self._on_gpu
 
-    def __call__(self, batch: ReceivedBatch) -> torch.Tensor:
-        """Partial expert outputs [R, H], one row per received row, in the hidden dtype."""
+    def __call__(self, batch: ReceivedBatch | ExpertMajorBatch) -> torch.Tensor:
+        """Expert outputs in the hidden dtype: one row per received row, [R, H] or [E, L, H]."""
+        if isinstance(batch, ExpertMajorBatch):
+            return self._expert_major(batch)
         if batch.hidden_RH.shape[0] == 0:
             return batch.hidden_RH
         return self._compute(batch)
+
+    def _expert_major(self, batch: ExpertMajorBatch) -> torch.Tensor:
+        """Each row has one expert, and rows beyond an expert's count have none."""
+        slots, length, _ = batch.hidden_ELH.shape
+        slot_E1 = torch.arange(slots, dtype=torch.int32, device=batch.hidden_ELH.device)[:, None]
+        place_L = torch.arange(length, dtype=torch.int32, device=batch.hidden_ELH.device)
+        ids_EL = torch.where(place_L < batch.rows_per_expert_E[:, None], slot_E1, -1)
+        ids_P1 = ids_EL.reshape(-1, 1)
+        ones_P1 = torch.ones(ids_P1.shape, dtype=torch.float32, device=ids_P1.device)
+        out_PH = self._run_core(batch.hidden_ELH.flatten(0, 1), ids_P1, ones_P1)
+        return out_PH.view(batch.hidden_ELH.shape)
 
     def _on_gpu(self, batch: ReceivedBatch) -> torch.Tensor:
         """Upstream's fused MoE kernels skip entries whose expert is -1."""

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import torch
 
-from sglang.srt.disaggregation.afd.connector.base import FFNConnector, ReceivedBatch, Transfer
+from sglang.srt.disaggregation.afd.connector.base import (
+    ExpertMajorBatch,
+    FFNConnector,
+    ReceivedBatch,
+    Transfer,
+)
 from sglang.srt.disaggregation.afd.control import MemberControl
 from sglang.srt.disaggregation.afd.ffn.experts import LocalExperts
 from sglang.srt.disaggregation.afd.ffn.graph import StepGraphs
@@ -23,7 +29,7 @@ class FFNLoop:
     def __init__(
         self,
         control: MemberControl,
-        connector: FFNConnector,
+        connector: FFNConnector[Any],
         layers: list[LocalExperts],
         capacity: int,
         pace: Pace,
@@ -68,8 +74,12 @@ class FFNLoop:
                 self._count(batch)
             self._connector.send(batch, self._layers[layer](batch))
 
-    def _count(self, batch: ReceivedBatch) -> None:
-        self._tokens += (batch.topk_ids_RK >= 0).any(dim=1).sum()
+    def _count(self, batch: ReceivedBatch | ExpertMajorBatch) -> None:
+        """Rows with an expert here; an expert-major batch has a row per (token, expert)."""
+        if isinstance(batch, ExpertMajorBatch):
+            self._tokens += batch.rows_per_expert_E.sum()
+        else:
+            self._tokens += (batch.topk_ids_RK >= 0).any(dim=1).sum()
 
     def _counts(self) -> tuple[int, int]:
         return self._graphs.replays, self._graphs.eager_steps
