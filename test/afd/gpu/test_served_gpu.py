@@ -5,7 +5,6 @@ Teacher-forced: the colocated server's own sequences are scored by every AFD ser
 
 from __future__ import annotations
 
-import importlib.util
 import random
 from functools import cache
 
@@ -17,6 +16,7 @@ from served.server import Server
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.timeout(600),
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
 ]
 
@@ -33,9 +33,8 @@ CASES = {
     "deepep-eager": (*AFD, "deepep", *EAGER, "--afd-max-tokens-per-rank", "64"),
     "deepep-graph": (*AFD, "deepep", *GRAPH, "--afd-max-tokens-per-rank", "64"),
 }
-# BF16 on both sides; FFN outputs are rounded once more on the way back.
-TOLERANCE = 5e-2
-MEAN_TOLERANCE = 5e-3
+# BF16 on both sides.
+TOLERANCE = 2e-2
 
 
 def ask(server: Server, ids: list[int], new_tokens: int) -> dict:
@@ -60,21 +59,20 @@ def run(tmp_path_factory):
 
     @cache
     def get(*flags: str):
+        """(scores of the colocated server's sequences, own answers, /server_info, log)"""
+        is_colocated = flags[0] != AFD[0]
+        sequences = [] if is_colocated else get(*GRAPH)[2]
         server = Server(folder / f"{'_'.join(flags)}.log", model, *COMMON, *flags, dtype="bfloat16")
         try:
-            generated = [ask(server, ids, 24) for ids in prompts()]
-            sequences = reference() if flags[0] == AFD[0] else None
-            scored = [ask(server, ids, 1) for ids in sequences or []]
-            info = server.info() if sequences else []
-            log = server.log.read_text()
+            answers = [ask(server, ids, 24) for ids in prompts()]
+            if is_colocated:
+                pairs = zip(prompts(), answers, strict=True)
+                sequences = [ids + answer["output_ids"] for ids, answer in pairs]
+            scores = [logprobs(ask(server, ids, 1)) for ids in sequences]
+            info = [] if is_colocated else server.info()
         finally:
             server.kill()
-        return generated, scored, info, log
-
-    def reference() -> list[list[int]]:
-        generated, _, _, _ = get(*GRAPH)
-        pairs = zip(prompts(), generated, strict=True)
-        return [ids + answer["output_ids"] for ids, answer in pairs]
+        return scores, answers, sequences if is_colocated else info, server.log.read_text()
 
     return get
 
@@ -83,31 +81,26 @@ def logprobs(answer: dict) -> list[float]:
     return [entry[0] for entry in answer["meta_info"]["input_token_logprobs"][1:]]
 
 
-def output_logprobs(answer: dict) -> list[float]:
-    return [entry[0] for entry in answer["meta_info"]["output_token_logprobs"]]
-
-
-HAS_DEEPEP = importlib.util.find_spec("deep_ep") is not None
-AVAILABLE = [
-    pytest.param(
-        case, marks=pytest.mark.skipif("deepep" in case and not HAS_DEEPEP, reason="no deep_ep")
-    )
-    for case in CASES
-]
-
-
 @pytest.mark.parametrize("case", AVAILABLE)
 def test_colocated_sequences_score_the_same(run, case):
-    colocated, _, _, _ = run(*GRAPH)
-    _, scored, _, _ = run(*CASES[case])
-    differences = []
-    for ids, reference, answer in zip(prompts(), colocated, scored, strict=True):
-        # Score of the generated part: under teacher forcing, from the colocated run's own pass.
-        got = logprobs(answer)[len(ids) - 1 :]
-        differences += [abs(a - b) for a, b in zip(got, output_logprobs(reference), strict=True)]
-    print(f"{case}: max {max(differences):.4f}, mean {sum(differences) / len(differences):.5f}")
+    expected, colocated, _, _ = run(*GRAPH)
+    got, answers, _, _ = run(*CASES[case])
+    differences = [
+        abs(a - b)
+        for ours, theirs in zip(got, expected, strict=True)
+        for a, b in zip(ours, theirs, strict=True)
+    ]
+    tokens = [
+        a == b
+        for ours, theirs in zip(answers, colocated, strict=True)
+        for a, b in zip(ours["output_ids"], theirs["output_ids"], strict=True)
+    ]
+    print(
+        f"{case}: |dlogprob| max {max(differences):.4f} mean {sum(differences) / len(differences):.5f}"
+        f", {sum(tokens)} of {len(tokens)} free-running tokens equal"
+    )
     assert max(differences) < TOLERANCE
-    assert sum(differences) / len(differences) < MEAN_TOLERANCE
+    assert sum(tokens) > 0.9 * len(tokens)
 
 
 @pytest.mark.parametrize("case", AVAILABLE)

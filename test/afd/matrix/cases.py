@@ -20,13 +20,13 @@ class Case(NamedTuple):
     attn_ranks: int
     ffn_ranks: int
     microbatches: int
-    chunk: int = -1  # --chunked-prefill-size; -1 is off
+    chunk: int | None = None  # tokens per attention rank; None leaves the default
     dtype: str = "float32"
     num_experts: int = 8
 
     def __str__(self) -> str:
         parts = [f"{self.attn_ranks}A{self.ffn_ranks}F", f"mb{self.microbatches}"]
-        if self.chunk > 0:
+        if self.chunk is not None:
             parts.append(f"chunk{self.chunk}")
         if self.num_experts != 8:
             parts.append(f"{self.num_experts}experts")
@@ -35,9 +35,10 @@ class Case(NamedTuple):
         return "-".join(parts)
 
     def arguments(self) -> dict[str, Any]:
+        chunk = {} if self.chunk is None else {"chunked_prefill_size": self.chunk * self.attn_ranks}
         return {
+            **chunk,
             "dtype": self.dtype,
-            "chunked_prefill_size": self.chunk,
             "disaggregation_mode": "afd",
             "afd_attn_ranks": self.attn_ranks,
             "afd_ffn_ranks": self.ffn_ranks,

@@ -19,6 +19,7 @@ IMPORT_TIMEOUT_S = 240
 START_TIMEOUT_S = 180
 STOP_TIMEOUT_S = 30
 CALL_TIMEOUT_S = 60
+HEARTBEAT_TIMEOUT_S = 20
 _GRACE_S = 20  # for the pipe, on top of what a job may take
 _TESTS = Path(__file__).resolve().parents[1]
 # What `sglang.srt.disaggregation.afd.cpu` sets in a process for itself and its children.
@@ -129,15 +130,15 @@ class Engine:
         return answers
 
     def state(self) -> list[dict[str, Any]]:
-        """The `afd` entry of each attention rank, once the heartbeats of FFN ranks caught up."""
-        states: list[dict[str, Any]] = []
-        for _ in range(20):
+        """The `afd` entry of each attention rank, once heartbeats told all steps of FFN ranks."""
+        deadline = time.monotonic() + HEARTBEAT_TIMEOUT_S
+        while True:
             internal = self._child.ask("state", CALL_TIMEOUT_S)
-            last, states = states, [state["afd"] for state in internal]
-            if states == last:
-                break
-            time.sleep(2.5)
-        return sorted(states, key=lambda state: int(state["rank"]))
+            states = sorted((s["afd"] for s in internal), key=lambda state: int(state["rank"]))
+            behind = [r for r in states[0]["ffn"] if r["steps"] != states[0]["steps"]]
+            if not behind or time.monotonic() > deadline:
+                return states
+            time.sleep(0.3)
 
     def __enter__(self) -> Engine:
         return self

@@ -14,15 +14,15 @@ from matrix.patterns import PATTERNS, without_generation
 # Every value of a feature meets a small and a large topology.
 CASES = (
     Case(1, 1, 1),
-    Case(1, 1, 2, chunk=32),
-    Case(2, 1, 1, chunk=32),
+    Case(1, 1, 2, chunk=24),
+    Case(2, 1, 1, chunk=24),
     Case(2, 1, 2),
     Case(1, 2, 1, num_experts=7),
     Case(1, 2, 2, dtype="bfloat16"),
     Case(2, 2, 1, num_experts=7),  # neither M nor N divides the experts
     Case(2, 2, 2, num_experts=7),
     Case(3, 2, 1),
-    Case(3, 2, 2, chunk=32),
+    Case(3, 2, 2, chunk=24),
     Case(3, 2, 1, dtype="bfloat16"),
 )
 TOLERANCE = {"float32": FP32_TOLERANCE, "bfloat16": 2e-2}
@@ -88,9 +88,9 @@ def test_the_case_is_what_it_claims(outcome):
     """The steps that the patterns are there for did happen."""
     case, seen = outcome.case, outcome.plans
     assert max(plan.rounds for plan in seen) > 1
-    assert {plan.microbatches for plan in seen} == ({1, 2} if case.microbatches == 2 else {1})
+    assert max(plan.microbatches for plan in seen) == case.microbatches
     assert {plan.mode for plan in seen} >= {"extend", "decode"}
-    if case.chunk > 0:
+    if case.chunk is not None:
         assert max(max(plan.tokens) for plan in seen) <= case.chunk
     if case.attn_ranks > 1:
         assert any(0 in plan.tokens and max(plan.tokens) > 0 for plan in seen), "no idle rank"

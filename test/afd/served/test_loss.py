@@ -7,9 +7,12 @@ import signal
 import threading
 import time
 
+import pytest
 import requests
 from served.conftest import AFD
 from served.server import Server
+
+pytestmark = pytest.mark.timeout(1200)  # a fixture may start two servers
 
 LIMIT_S = 20
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import time
 
+import pytest
 import requests
 from served.conftest import AFD
 from served.server import Server, free_port
+
+pytestmark = pytest.mark.timeout(1200)  # a fixture may start two servers
 
 
 def test_roles_start_apart_in_any_order_and_end_together(workspace, model_path):

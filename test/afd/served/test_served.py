@@ -6,6 +6,8 @@ import pytest
 from served.conftest import AFD
 from served.record import NUM_PROMPTS
 
+pytestmark = pytest.mark.timeout(1200)  # a fixture may start two servers
+
 CASES = {
     "demo-1A1F": ("demo", *AFD),
     "demo-2A1F": ("demo", *AFD, "--afd-attn-ranks", "2"),

@@ -35,6 +35,8 @@ ENGINE_SCRIPT = """
 import sys
 import sglang
 
+pytestmark = pytest.mark.timeout(1200)  # a fixture may start two servers
+
 if __name__ == "__main__":
     engine = sglang.Engine(
         model_path=sys.argv[1], disaggregation_mode="afd", dtype="float32", max_total_tokens=4096

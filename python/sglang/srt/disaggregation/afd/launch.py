@@ -92,7 +92,7 @@ def start_ffn_ranks(server_args: Any, ranks: range) -> list[BaseProcess]:
     """
     from sglang.srt.disaggregation.afd.ffn import server
 
-    context = multiprocessing.get_context(_START_METHOD)
+    context: Any = multiprocessing.get_context(_START_METHOD)
     first = server_args.afd_attn_ranks if server_args.afd_role == "all" else 0
     processes: list[BaseProcess] = []
     for rank in ranks:
