@@ -37,6 +37,15 @@ CASES = {
 TOLERANCE = 2e-2
 
 
+HAS_DEEPEP = importlib.util.find_spec("deep_ep") is not None
+AVAILABLE = [
+    pytest.param(
+        case, marks=pytest.mark.skipif("deepep" in case and not HAS_DEEPEP, reason="no deep_ep")
+    )
+    for case in CASES
+]
+
+
 def ask(server: Server, ids: list[int], new_tokens: int) -> dict:
     body = {
         "input_ids": ids,
