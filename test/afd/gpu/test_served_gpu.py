@@ -5,6 +5,7 @@ Teacher-forced: the colocated server's own sequences are scored by every AFD ser
 
 from __future__ import annotations
 
+import importlib.util
 import random
 from functools import cache
 
