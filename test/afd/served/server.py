@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import requests
 
-START_TIMEOUT_S = 300
+START_TIMEOUT_S = 600  # a dozen processes may share two cores
 STOP_TIMEOUT_S = 40
 OURS = {"SGLANG_USE_CPU_ENGINE", "SGLANG_CPU_OMP_THREADS_BIND", "OMP_WAIT_POLICY"}
 

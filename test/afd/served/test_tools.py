@@ -5,13 +5,18 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from pathlib import Path
 
+import pytest
 from served.conftest import AFD
 
+pytestmark = pytest.mark.timeout(1200)  # a fixture may start two servers
 
-def _run(*command: object, timeout_s: int = 400) -> str:
+
+def _run(folder: Path, *command: object, timeout_s: int = 600) -> str:
     done = subprocess.run(
         [sys.executable, *map(str, command)],
+        cwd=folder,  # bench_one_batch leaves its result.jsonl where it runs
         capture_output=True,
         text=True,
         timeout=timeout_s,
@@ -21,8 +26,9 @@ def _run(*command: object, timeout_s: int = 400) -> str:
     return done.stdout + done.stderr
 
 
-def test_bench_one_batch_prints_upstreams_lines(model_path):
+def test_bench_one_batch_prints_upstreams_lines(model_path, workspace):
     output = _run(
+        workspace,
         *("-m", "sglang.bench_one_batch", "--model-path", model_path("demo"), *AFD),
         *("--afd-attn-ranks", 2, "--dtype", "float32", "--max-total-tokens", 4096),
         *("--batch-size", 2, "--input-len", 16, "--output-len", 4),
@@ -34,8 +40,6 @@ def test_bench_one_batch_prints_upstreams_lines(model_path):
 ENGINE_SCRIPT = """
 import sys
 import sglang
-
-pytestmark = pytest.mark.timeout(1200)  # a fixture may start two servers
 
 if __name__ == "__main__":
     engine = sglang.Engine(
@@ -50,7 +54,7 @@ if __name__ == "__main__":
 def test_offline_engine(model_path, workspace):
     script = workspace / "engine.py"
     script.write_text(ENGINE_SCRIPT)
-    output = _run(script, model_path("tiny"))
+    output = _run(workspace, script, model_path("tiny"))
     assert re.search(r"TEXT '.*' 8\n", output), output[-3000:]
 
 
