@@ -29,6 +29,10 @@ def test_patch_table_is_generated_from_the_rows():
     assert (ROOT / "docs" / "patches.md").read_text() == _script("patch_table").docs_text()
 
 
+def test_benchmark_tables_are_generated_from_the_results():
+    assert (ROOT / "docs" / "benchmarks.md").read_text() == _script("gen_benchmarks").text()
+
+
 @pytest.mark.parametrize("page", PAGES, ids=[str(p.relative_to(ROOT)) for p in PAGES])
 def test_internal_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)|src=\"([^\"]+)\"", page.read_text()):

@@ -58,15 +58,10 @@ def test_an_unknown_name_is_refused():
         registry.info("ucx")
 
 
-def test_auto(installed, caplog):
-    registry._log_choice.cache_clear()
-    caplog.set_level("INFO")
+def test_auto(installed):
+    installed.add("deep_ep")
     assert registry.resolve_auto("cpu") == "gloo"
     assert registry.resolve_auto("cuda") == "nccl"
-    assert "nccl, the fastest for --device cuda here; deepep is faster but needs" in caplog.text
-    installed.add("deep_ep")
-    assert registry.resolve_auto("cuda") == "deepep"
-    assert caplog.messages[-1].endswith("deepep, the fastest for --device cuda here")
     with pytest.raises(AFDConfigError, match=r"--device npu.*gloo \(cpu\); nccl \(cuda\)"):
         registry.resolve_auto("npu")
 
@@ -83,10 +78,8 @@ def test_importing_the_registry_imports_no_backend():
     assert set(imported) == {
         "__future__",
         "dataclasses",
-        "functools",
         "importlib",
         "importlib.util",
-        "logging",
         "typing",
         "sglang.srt.disaggregation.afd.errors",
     }

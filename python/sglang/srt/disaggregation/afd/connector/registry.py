@@ -6,10 +6,8 @@ available is the module `connector/x.py`, which has `create_attn` and `create_ff
 
 from __future__ import annotations
 
-import functools
 import importlib
 import importlib.util
-import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, cast
 
@@ -20,7 +18,6 @@ if TYPE_CHECKING:
     from sglang.srt.disaggregation.afd.connector.loopback import LoopbackHub
     from sglang.srt.disaggregation.afd.connector.rendezvous import Rendezvous
 
-logger = logging.getLogger(__name__)
 
 AUTO = "auto"
 
@@ -83,8 +80,9 @@ _CONNECTORS = {
 }
 
 
-# What `auto` prefers.
-_FASTEST_FIRST = ("deepep", "nccl", "gloo")
+# What `auto` takes. DeepEP must be asked for until serving over it is tested; its buffers also grow
+# to gigabytes with the capacity.
+_AUTO_CHOICE = {"cpu": "gloo", "cuda": "nccl"}
 
 
 class _ConnectorModule(Protocol):
@@ -150,15 +148,13 @@ def resolve_auto(device: str) -> str:
     Raises:
         AFDConfigError: this version has no connector for the device.
     """
-    found = available(device)
-    if not found:
+    choice = _AUTO_CHOICE.get(device)
+    if choice is None:
         choices = "; ".join(f"{name} ({_CONNECTORS[name].device})" for name in available())
         raise AFDConfigError(
             f"--afd-connector {AUTO} finds no connector for --device {device} in this version; "
             f"what exists: {choices}"
         )
-    choice = next(name for name in _FASTEST_FIRST if name in found)
-    _log_choice(device, choice)
     return choice
 
 
@@ -181,22 +177,6 @@ def create_ffn(
 ) -> FFNConnector:
     """Build the FFN side; otherwise as `create_attn`."""
     return _module(name).create_ffn(spec, ffn_rank, rendezvous)
-
-
-@functools.cache
-def _log_choice(device: str, choice: str) -> None:
-    passed_over = [
-        f"; {name} is faster but needs the Python package {_CONNECTORS[name].package}"
-        for name in _FASTEST_FIRST[: _FASTEST_FIRST.index(choice)]
-        if _CONNECTORS[name].device == device and not _CONNECTORS[name].installed
-    ]
-    logger.info(
-        "--afd-connector %s: %s, the fastest for --device %s here%s",
-        AUTO,
-        choice,
-        device,
-        "".join(passed_over),
-    )
 
 
 def _module(name: str) -> _ConnectorModule:
