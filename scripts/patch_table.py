@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import ast
 import hashlib
+import importlib.util
 import inspect
 import re
 import sys
@@ -24,10 +25,15 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def write_hashes() -> None:
+    """From the files, not from imported modules: an import applies rows and refuses old hashes."""
+    spec = importlib.util.find_spec("sglang")
+    assert spec is not None
+    assert spec.origin is not None
     path = Path(inspect.getfile(patches))
     text = path.read_text()
     for row in patches.ROWS:
-        found = patches.source_hash(row.target)
+        found = hash_in(Path(spec.origin).parent.parent, row.target)
+        assert found is not None, f"{row.target} does not exist"
         hook = re.escape(f'"{row.hook}"')
         pattern = re.compile(rf"({hook},\n(?:        .*\n)*?        )\"[0-9a-f]*\",\n    \),")
         text, count = pattern.subn(rf'\g<1>"{found}",\n    ),', text, count=1)

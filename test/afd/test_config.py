@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
+import re
+import subprocess
+import sys
+import time
 
+import psutil
 import pytest
 
 from sglang.srt.disaggregation.afd import config
@@ -63,6 +68,36 @@ def test_arguments_survive_pickle_and_rebuild(model):
     again = AFDServerArgs(**dataclasses.asdict(args))  # as upstream's offline benchmark does
     assert again.afd_enabled
     assert again.moe_a2a_backend == args.moe_a2a_backend
+
+
+ORPHAN_SCRIPT = """
+import multiprocessing, os, sys
+from sglang.srt.server_args import ServerArgs
+
+def child(args):
+    print("child ran", flush=True)
+
+if __name__ == "__main__":
+    args = ServerArgs(model_path=sys.argv[1], device="cpu", disaggregation_mode="afd")
+    process = multiprocessing.get_context("spawn").Process(target=child, args=(args,))
+    process.start()
+    print("CHILD", process.pid, flush=True)
+    os.kill(os.getpid(), 9)
+"""
+
+
+def test_child_whose_parent_died_during_import_ends(model, tmp_path):
+    script = tmp_path / "orphan.py"
+    script.write_text(ORPHAN_SCRIPT)
+    done = subprocess.run(
+        [sys.executable, script, model], capture_output=True, text=True, timeout=200, check=False
+    )
+    pid = int(re.search(r"CHILD (\d+)", done.stdout)[1])
+    deadline = time.monotonic() + 100
+    while psutil.pid_exists(pid) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    assert "child ran" not in done.stdout
 
 
 def test_ffn_rank_is_a_world_of_one(model):

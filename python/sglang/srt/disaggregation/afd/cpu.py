@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from sglang.srt.disaggregation.afd.server_args import AFDServerArgs
 
 _KERNELS = "sgl_kernel"
+_CONTROLLER_POLL_MS = 1000
 
 
 def is_cpu_only() -> bool:
@@ -164,3 +165,14 @@ def select_experts(orig: Any, *args: Any, **kwargs: Any) -> Any:
     if num_real is not None:
         output.topk_ids[int(num_real) :] = -1
     return output
+
+
+def controller_loop(self: Any) -> None:
+    """REPLACE `DataParallelController.event_loop`: it reads its socket without a pause, which keeps
+    a core busy that the ranks need."""
+    from sglang.srt.managers.data_parallel_controller import sock_recv
+
+    while True:
+        self.soft_watchdog.feed()
+        if self.recv_from_tokenizer.poll(_CONTROLLER_POLL_MS):
+            self._request_dispatcher(sock_recv(self.recv_from_tokenizer))

@@ -303,6 +303,15 @@ ROWS: tuple[Row, ...] = (
     ),
     Row(
         "cpu",
+        "sglang.srt.managers.data_parallel_controller:DataParallelController.event_loop",
+        "replace",
+        "cpu:controller_loop",
+        "It polls without a pause, and a machine without a GPU has no core to spare.",
+        "matrix/test_equality (time limit)",
+        "bc008a8481258e79",
+    ),
+    Row(
+        "cpu",
         "sglang.srt.layers.moe.topk:select_experts",
         "around",
         "cpu:select_experts",

@@ -7,6 +7,8 @@ the moment upstream's module ran, so every command line knows the flags.
 from __future__ import annotations
 
 import dataclasses
+import multiprocessing
+import os
 from typing import Any, Literal
 
 import sglang.srt.server_args as upstream
@@ -138,11 +140,18 @@ class AFDServerArgs(upstream.ServerArgs):
         return args
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (type(self), dict(self.__dict__))
+        return _rebuild, (type(self), dict(self.__dict__), os.getpid())
 
 
-def _rebuild(cls: type[AFDServerArgs], state: dict[str, Any]) -> AFDServerArgs:
-    """Unpickle, and put the hooks in force in a process that upstream gives no plugin call."""
+def _rebuild(cls: type[AFDServerArgs], state: dict[str, Any], parent_pid: int) -> AFDServerArgs:
+    """Unpickle, and put the hooks in force in a process that upstream gives no plugin call.
+
+    A process that is being spawned ends here if its parent died while it was importing: upstream
+    ties it to its parent only later.
+    """
+    spawning = getattr(multiprocessing.current_process(), "_inheriting", False)
+    if spawning and os.getppid() != parent_pid:
+        os._exit(1)
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
