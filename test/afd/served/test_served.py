@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import NamedTuple
+
 import pytest
+from safetensors import safe_open
 from served.conftest import AFD
 from served.record import NUM_PROMPTS
 
@@ -19,6 +23,23 @@ CASES = {
         *("--chunked-prefill-size", "64"),
     ),
 }
+
+
+class TensorSize(NamedTuple):
+    """Number of elements, and bytes in the checkpoint."""
+
+    numel: int
+    stored: int
+
+
+def tensor_sizes(folder: Path) -> dict[str, TensorSize]:
+    sizes = {}
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, "pt") as shard:
+            for name in shard.keys():
+                tensor = shard.get_tensor(name)
+                sizes[name] = TensorSize(tensor.numel(), tensor.numel() * tensor.element_size())
+    return sizes
 
 
 @pytest.fixture(params=CASES, scope="session")
@@ -51,19 +72,26 @@ def test_answers_are_not_trivial(pair):
     assert len(set(afd.completions)) > NUM_PROMPTS // 2
 
 
-def test_each_role_read_and_holds_only_its_tensors(pair, request):
+def test_each_role_read_and_holds_only_its_tensors(pair, request, model_path):
     _, afd = pair
-    attn = afd.info
-    ffn = attn[0]["ffn"]
-    assert all(rank["tensors_read"] > 0 for rank in [*attn, *ffn])
-    experts_held = sum(rank["param_bytes"] for rank in ffn)
-    for rank in attn:
-        # Served in FP32, stored in 2 or 4 bytes: no expert is among what was read or is held.
-        assert rank["tensors_skipped"] == sum(r["tensors_read"] for r in ffn)
-        assert rank["param_bytes"] < experts_held
+    case = request.node.callspec.params["pair"]
+    sizes = tensor_sizes(model_path(CASES[case][0]))
+    experts = {name: size for name, size in sizes.items() if ".experts." in name}
+    others = {name: size for name, size in sizes.items() if name not in experts}
+    ffn = afd.info[0]["ffn"]
+    for rank in afd.info:
+        assert rank["tensors_read"] == len(others)
+        assert rank["tensors_skipped"] == len(experts)
+        assert rank["checkpoint_bytes"] == sum(size.stored for size in others.values())
+        # Served in FP32; beside parameters a rank holds small buffers such as rotary tables.
+        assert rank["param_bytes"] < 4 * sum(size.numel for size in others.values()) + 2**20
+    assert sum(rank["tensors_read"] for rank in ffn) == len(experts)
+    assert sum(rank["checkpoint_bytes"] for rank in ffn) == sum(s.stored for s in experts.values())
     for rank in ffn:
-        others = sum(r["tensors_read"] for r in ffn if r is not rank)
-        assert rank["tensors_skipped"] == attn[0]["tensors_read"] + others
+        assert rank["tensors_skipped"] == len(sizes) - rank["tensors_read"]
+        # Experts and nothing else; a rank with a smaller share has room for the largest one.
+        largest = max(rank["tensors_read"] for rank in ffn)
+        assert rank["param_bytes"] == 4 * largest * next(iter(experts.values())).numel
 
 
 def test_every_rank_worked_and_counters_agree(pair):
