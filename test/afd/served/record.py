@@ -45,7 +45,14 @@ def bench_serving(server: Server) -> str:
     command = [sys.executable, "-m", "sglang.bench_serving", "--backend", "sglang"]
     command += ["--host", "127.0.0.1", "--port", str(server.port), "--dataset-name", "random-ids"]
     command += ["--num-prompts", "8", "--random-input-len", "32", "--random-output-len", "8"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
+    done = subprocess.run(
+        command,
+        cwd=server.log.parent,  # it writes a results file where it runs
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=False,
+    )
     return f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
 
 
