@@ -1,8 +1,8 @@
-"""Fixtures: the zygote once per session, models and colocated answers once each."""
+"""Fixtures: models and colocated answers once each."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -17,13 +17,6 @@ from served.models import tiny_model
 @pytest.fixture(scope="session")
 def matrix_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("matrix")
-
-
-@pytest.fixture(scope="session")
-def zygote(matrix_folder: Path) -> Iterator[Zygote]:
-    running = Zygote(matrix_folder)
-    yield running
-    running.close()
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from matrix.jobs import Answer, EngineSpec, Job
+from matrix.jobs import Answer, Command, EngineSpec, Job
 
 IMPORT_TIMEOUT_S = 240
 START_TIMEOUT_S = 180
@@ -79,6 +79,13 @@ class Child:
         self._pipe.send(message)
         return self._receive(timeout_s)
 
+    def answer_if_there(self) -> Any:
+        """The next message, or None if there is none yet."""
+        return self._receive(0) if self._pipe.poll(0) else None
+
+    def close(self) -> None:
+        self._pipe.close()
+
     def members(self) -> list[psutil.Process]:
         """Processes of the group that are alive."""
         found = []
@@ -115,6 +122,44 @@ class Child:
         if isinstance(answer, Exception):
             raise AssertionError(f"{answer}\n{_tail(self._log)}")
         return answer
+
+
+class Process:
+    """A forked `python ARGV...`, with as much of subprocess.Popen as the tests use."""
+
+    def __init__(self, zygote: Zygote, command: Command) -> None:
+        self.args = list(command.argv)
+        self.returncode: int | None = None
+        command.log.touch()
+        self._child = Child(zygote, command.log)
+        self.pid = int(self._child.ask(command, CALL_TIMEOUT_S))
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            self.returncode = self._child.answer_if_there()
+            if self.returncode is not None:
+                self._child.close()
+        return self.returncode
+
+    def wait(self, timeout_s: float) -> int:
+        """The exit code.
+
+        Raises:
+            subprocess.TimeoutExpired
+        """
+        deadline = time.monotonic() + timeout_s
+        while (code := self.poll()) is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired(self.args, timeout_s)
+            time.sleep(0.05)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
 
 
 class Engine:

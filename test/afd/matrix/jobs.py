@@ -21,6 +21,20 @@ class EngineSpec:
 
 
 @dataclass(frozen=True)
+class Command:
+    """`python ARGV...` in `folder`, with `env` on top of the zygote's environment.
+
+    `argv` starts with "-m", MODULE or with a script; `faults` as for `EngineSpec`.
+    """
+
+    argv: tuple[str, ...]
+    log: Path
+    folder: Path
+    env: dict[str, str] = field(default_factory=dict)
+    faults: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Request:
     """One request.
 

@@ -1,4 +1,4 @@
-"""A process that has imported everything a rank needs, and forks one child per engine.
+"""A process that has imported everything a rank needs, and forks one child per engine or server.
 
 Upstream spawns five to eight processes per engine and each imports for twenty seconds. Here all
 of them are forked, so an engine starts in seconds; what the ranks execute is the same. Run by
@@ -8,20 +8,28 @@ of them are forked, so an engine starts in seconds; what the ranks execute is th
 from __future__ import annotations
 
 import asyncio
+import atexit
 import importlib
 import multiprocessing
+import multiprocessing.util
 import os
+import runpy
 import signal
 import sys
 import threading
 import traceback
 from multiprocessing.connection import Connection, Listener
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
 
 from matrix import jobs
 
 MODULES = (
+    "sglang.benchmark.one_batch",
+    "sglang.benchmark.serving",
     "sglang.srt.entrypoints.engine",
+    "sglang.srt.entrypoints.http_server",
+    "sglang.srt.managers.detokenizer_manager",
     "sglang.srt.managers.scheduler",
     "sglang.srt.managers.data_parallel_controller",
     "sglang.srt.models.registry",
@@ -76,7 +84,9 @@ def _child(connection: Connection) -> int:
     """Do what the first message asks: call a function, or run an engine until told to stop."""
     try:
         first = connection.recv()
-        if isinstance(first, jobs.EngineSpec):
+        if isinstance(first, jobs.Command):
+            _run_command(first, connection)
+        elif isinstance(first, jobs.EngineSpec):
             _run_engine(first, connection)
         else:
             function, arguments = first
@@ -87,16 +97,71 @@ def _child(connection: Connection) -> int:
         return 1
 
 
+def _run_command(command: jobs.Command, connection: Connection) -> None:
+    """Send the pid of a child that runs the command, then its exit code."""
+    pid = os.fork()
+    if pid == 0:
+        from sglang.srt.utils import kill_itself_when_parent_died
+
+        kill_itself_when_parent_died()  # when the test's process ends, so does everything
+        connection.close()
+        multiprocessing.util._finalizer_registry.clear()  # the zygote's socket is not ours
+        _write_to(command.log)
+        _put_in(command.faults)
+        os.chdir(command.folder)
+        os.environ.update(command.env)
+        _end_as_interpreter(_execute(command.argv))
+    connection.send(pid)
+    connection.send(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+
+
+def _execute(argv: tuple[str, ...]) -> int:
+    """What `python ARGV...` would do; returns its exit code."""
+    try:
+        if argv[0] == "-m":
+            sys.argv = list(argv[1:])
+            runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = list(argv)
+            runpy.run_path(argv[0], run_name="__main__")
+    except SystemExit as end:
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:  # noqa: BLE001 - as the interpreter: print it, exit with 1
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        return 1
+    return 0
+
+
+def _end_as_interpreter(code: int) -> NoReturn:
+    """Wait for threads, run the exit functions and end, without unwinding into the zygote."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _write_to(log: Path) -> None:
+    opened = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(opened, 1)
+    os.dup2(opened, 2)
+    os.close(opened)
+
+
+def _put_in(faults: tuple[str, ...]) -> None:
+    if faults:
+        module = importlib.import_module("matrix.faults")
+        for name in faults:
+            getattr(module, name)()
+
+
 def _run_engine(spec: jobs.EngineSpec, connection: Connection) -> None:
-    log = os.open(spec.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
+    _write_to(spec.log)
     import sglang
 
-    if spec.faults:
-        faults = importlib.import_module("matrix.faults")
-        for name in spec.faults:
-            getattr(faults, name)()
+    _put_in(spec.faults)
     engine = sglang.Engine(model_path=str(spec.model), skip_tokenizer_init=True, **spec.arguments)
     connection.send("ready")
     while True:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
+from matrix.harness import Zygote
 from served import models
 from served.record import Record, bench_serving, collect
 from served.server import Server
@@ -20,28 +22,53 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def model_path(workspace: Path) -> Callable[[str], Path]:
+def model_path(workspace: Path, zygote: Zygote) -> Callable[[str], Path]:
     """Folder of the model "demo" or "tiny", made when first asked for."""
 
     @cache
     def get(name: str) -> Path:
-        return models.demo_model() if name == "demo" else models.tiny_model(workspace / "tiny")
+        if name == "demo":
+            return models.demo_model()
+        return zygote.call(models.tiny_model, workspace / "tiny")
 
     return get
 
 
 @pytest.fixture(scope="session")
-def record_of(workspace: Path, model_path: Callable[[str], Path]) -> Callable[..., Record]:
-    """Answers of a server of `model` with `flags`; each combination is started once."""
+def serve(
+    workspace: Path, model_path: Callable[[str], Path], zygote: Zygote
+) -> Iterator[Callable[..., Server]]:
+    """Starts a server of a model with flags, forked from the zygote; ended with the session."""
+    started: list[Server] = []
+
+    def get(model: str, *flags: str, log: str, **options: Any) -> Server:
+        server = Server(
+            workspace / f"{log}.log", model_path(model), *flags, **{"zygote": zygote, **options}
+        )
+        started.append(server)
+        return server
+
+    yield get
+    for server in started:
+        server.kill()
+
+
+@pytest.fixture(scope="session")
+def record_of(serve: Callable[..., Server], zygote: Zygote) -> Callable[..., Record]:
+    """Answers of a server of `model` with `flags`; each combination is started once.
+
+    AFD without further flags is a fresh interpreter, as on a user's machine; the others are forks.
+    """
 
     @cache
     def get(model: str, *flags: str) -> Record:
-        log = workspace / f"{model}{'_'.join(flags).replace('/', '_')}.log"
-        server = Server(log, model_path(model), *flags)
+        plain = flags == AFD
+        log = f"{model}{'_'.join(flags).replace('/', '_')}"
+        server = serve(model, *flags, log=log, **({"zygote": None} if plain else {}))
         try:
             record = collect(server)
-            if flags == AFD:
-                record.bench_serving = bench_serving(server)
+            if plain:
+                record.bench_serving = bench_serving(server, zygote)
             record.exit_code = server.stop()
         finally:
             server.kill()

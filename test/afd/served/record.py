@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import random
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import openai
+from matrix.harness import Process, Zygote
+from matrix.jobs import Command
 from served.server import Server
 
 NUM_PROMPTS = 50
 MAX_TOKENS = 16
+BENCH_TIMEOUT_S = 200
 _WORDS = (
     "def return import class self for in if not None True open read write list dict path "
     "file name value the a is of and to with error type object string number key item"
@@ -40,20 +41,16 @@ class Record:
     exit_code: int | None = None
 
 
-def bench_serving(server: Server) -> str:
+def bench_serving(server: Server, zygote: Zygote) -> str:
     """What upstream's load generator prints about 8 requests, with its exit code in front."""
-    command = [sys.executable, "-m", "sglang.bench_serving", "--backend", "sglang"]
-    command += ["--host", "127.0.0.1", "--port", str(server.port), "--dataset-name", "random-ids"]
-    command += ["--num-prompts", "8", "--random-input-len", "32", "--random-output-len", "8"]
-    done = subprocess.run(
-        command,
-        cwd=server.log.parent,  # it writes a results file where it runs
-        capture_output=True,
-        text=True,
-        timeout=250,
-        check=False,
-    )
-    return f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
+    log = server.log.with_suffix(".bench_serving")
+    argv = ("-m", "sglang.bench_serving", "--backend", "sglang")
+    argv += ("--host", "127.0.0.1", "--port", str(server.port), "--dataset-name", "random-ids")
+    argv += ("--num-prompts", "8", "--random-input-len", "32", "--random-output-len", "8")
+    # It writes a results file where it runs.
+    process = Process(zygote, Command(argv, log, server.log.parent))
+    code = process.wait(BENCH_TIMEOUT_S)
+    return f"exit code {code}\n{log.read_text()}"
 
 
 def collect(server: Server) -> Record:
@@ -99,5 +96,5 @@ def collect(server: Server) -> Record:
         record.streamed = list(pool.map(stream, asked[:10]))
         record.chats = list(pool.map(chat, asked[:10]))
         record.streamed_chats = list(pool.map(stream_chat, asked[:10]))
-    record.info = server.info() if "--disaggregation-mode" in server.process.args else []
+    record.info = server.info() if "--disaggregation-mode" in server.flags else []
     return record

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -12,6 +14,8 @@ from pathlib import Path
 
 import psutil
 import requests
+from matrix.harness import Process, Zygote
+from matrix.jobs import Command
 
 START_TIMEOUT_S = 600  # a dozen processes may share two cores
 STOP_TIMEOUT_S = 40
@@ -19,39 +23,50 @@ OURS = {"SGLANG_USE_CPU_ENGINE", "SGLANG_CPU_OMP_THREADS_BIND", "OMP_WAIT_POLICY
 
 
 def free_port() -> int:
-    """A port with free neighbours: DP attention derives more of them from the first."""
+    """A port with free neighbours below those that the kernel gives away.
+
+    DP attention derives more ports from the first; whatever asks the kernel for any port gets none
+    of them.
+    """
+    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     while True:
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            port = server.getsockname()[1]
-        if port < 60000:
+        port = random.randrange(first // 2, first - 1000)
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
             return port
 
 
 class Server:
-    """One `sglang.launch_server` command and all processes below it."""
+    """One `sglang.launch_server` command and all processes below it.
+
+    With `zygote` the command is forked from it, else it is a fresh interpreter, as a user's.
+    """
 
     def __init__(
-        self, log: Path, model: Path, *flags: str, api: bool = True, dtype: str = "float32"
+        self,
+        log: Path,
+        model: Path,
+        *flags: str,
+        zygote: Zygote | None = None,
+        api: bool = True,
+        dtype: str = "float32",
+        env: dict[str, str] | None = None,
+        faults: tuple[str, ...] = (),
     ) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = log
-        command = [
-            sys.executable, "-m", "sglang.launch_server",
+        self.flags = flags
+        argv = (
+            "-m", "sglang.launch_server",
             "--model-path", str(model), "--dtype", dtype,
             "--host", "127.0.0.1", "--port", str(self.port),
-            "--max-total-tokens", "16384",
-        ]  # fmt: skip
-        # What this process set for itself while it imported the package; a user's shell has none.
-        env = {k: v for k, v in os.environ.items() if k not in OURS}
-        with log.open("w") as output:
-            self.process = subprocess.Popen(
-                [*command, *flags],
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=env,
-                start_new_session=True,
-            )
+            "--max-total-tokens", "16384", *flags,
+        )  # fmt: skip
+        self.process: subprocess.Popen[bytes] | Process
+        if zygote is not None:
+            self.process = Process(zygote, Command(argv, log, log.parent, env or {}, faults))
+        else:
+            self.process = _spawn(argv, log, env or {})
         self._seen: dict[int, psutil.Process] = {}
         if api:
             self.wait_healthy()
@@ -120,6 +135,19 @@ class Server:
 
     def tail(self, lines: int = 40) -> str:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+
+
+def _spawn(argv: tuple[str, ...], log: Path, env: dict[str, str]) -> subprocess.Popen[bytes]:
+    # What this process set for itself while it imported the package; a user's shell has none.
+    clean = {k: v for k, v in os.environ.items() if k not in OURS}
+    with log.open("w") as output:
+        return subprocess.Popen(
+            [sys.executable, *argv],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**clean, **env},
+            start_new_session=True,
+        )
 
 
 def _is_running(process: psutil.Process) -> bool:

@@ -7,17 +7,17 @@ import time
 import pytest
 import requests
 from served.conftest import AFD
-from served.server import Server, free_port
+from served.server import free_port
 
 pytestmark = pytest.mark.timeout(1200)  # a fixture may start two servers
 
 
-def test_roles_start_apart_in_any_order_and_end_together(workspace, model_path):
+def test_roles_start_apart_in_any_order_and_end_together(serve):
     pair = (*AFD, "--afd-bootstrap-addr", f"127.0.0.1:{free_port()}")
-    ffn = Server(workspace / "ffn.log", model_path("tiny"), *pair, "--afd-role", "ffn", api=False)
+    ffn = serve("tiny", *pair, "--afd-role", "ffn", log="ffn", api=False)
     try:
         time.sleep(5)
-        attn = Server(workspace / "attn.log", model_path("tiny"), *pair, "--afd-role", "attn")
+        attn = serve("tiny", *pair, "--afd-role", "attn", log="attn")
         try:
             answer = requests.post(
                 f"{attn.url}/v1/completions",

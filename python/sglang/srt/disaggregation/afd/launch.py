@@ -22,6 +22,7 @@ from typing import Any, Literal
 
 import psutil
 
+from sglang.srt.disaggregation.afd import ports
 from sglang.srt.disaggregation.afd.errors import AFDConfigError
 
 logger = logging.getLogger(__name__)
@@ -82,7 +83,7 @@ class Supervisor:
 
 
 _supervisor: Supervisor | None = None
-_reserved: socket.socket | None = None
+_held: list[socket.socket] = []
 
 
 def start_ffn_ranks(server_args: Any, ranks: range) -> list[BaseProcess]:
@@ -129,16 +130,13 @@ def local_ffn_ranks(server_args: Any) -> range:
 def choose_address(server_args: Any) -> None:
     """Fill in --afd-bootstrap-addr for a server whose pools share this host.
 
-    The port stays bound here, without listening, for the life of this process: nobody else is
-    given it, and attention rank 0, which also sets SO_REUSEADDR, may still listen on it.
+    The port is held for the life of this process, until attention rank 0 listens on it.
     """
-    global _reserved
     if server_args.afd_bootstrap_addr is not None:
         return
-    _reserved = socket.socket()
-    _reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    _reserved.bind(("127.0.0.1", 0))
-    address = f"127.0.0.1:{_reserved.getsockname()[1]}"
+    held = ports.hold("127.0.0.1", 0, "--afd-bootstrap-addr")
+    _held.append(held)
+    address = f"127.0.0.1:{held.getsockname()[1]}"
     server_args.override("afd launcher", afd_bootstrap_addr=address)
 
 
@@ -228,10 +226,17 @@ def before_sigterm(handler: Any, signum: Any = None, frame: Any = None) -> None:
 
 
 def launch_server(orig: Any, server_args: Any, *args: Any, **kwargs: Any) -> Any:
-    """AROUND `http_server.launch_server`: `--afd-role ffn` has no API to serve."""
-    if not server_args.afd_enabled or server_args.afd_role != "ffn":
+    """AROUND `http_server.launch_server`: `--afd-role ffn` has no API to serve.
+
+    Upstream binds the API's port only when everything is loaded. Held from now on, it cannot go
+    to one of the connections between the ranks, and a port in use is an error at once.
+    """
+    if not server_args.afd_enabled:
         return orig(server_args, *args, **kwargs)
-    sys.exit(run_ffn_pool(server_args))
+    if server_args.afd_role == "ffn":
+        sys.exit(run_ffn_pool(server_args))
+    _held.append(ports.hold(server_args.host, server_args.port, "--port"))
+    return orig(server_args, *args, **kwargs)
 
 
 def run_ffn_pool(server_args: Any) -> int:
