@@ -13,12 +13,13 @@ STAMP := $(VENV)/constraints.sha256
 ARGS ?=
 
 .DELETE_ON_ERROR:
-.PHONY: help install demo serve test lint unit docs clean
+.PHONY: help install demo serve test test-long lint unit docs clean
 
 help:
 	@echo "make demo      install into $(VENV), then serve a tiny model on attention and FFN ranks (CPU)"
 	@echo "make serve     the same, and keep the server up"
 	@echo "make test      quality gates, then the tests that need no GPU"
+	@echo "make test-long the tests that take longer; writes test/results/long.json"
 	@echo "make lint      quality gates only;  make unit: tests only"
 	@echo "make docs      write the generated pages of docs/ again"
 	@echo "make install   make $(VENV) from constraints.txt, with the package editable"
@@ -57,7 +58,10 @@ lint: $(STAMP)
 	$(PY) scripts/copied.py
 
 unit: $(STAMP)
-	$(PY) -m pytest -m 'not gpu' $(ARGS)
+	$(PY) -m pytest -m 'not gpu and not long' --durations=15 $(ARGS)
+
+test-long: $(STAMP)
+	$(PY) -m pytest -m long --results test/results/long.json $(ARGS)
 
 docs: $(STAMP)
 	$(PY) scripts/patch_table.py docs

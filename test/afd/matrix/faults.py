@@ -16,6 +16,8 @@ from sglang.srt.disaggregation.afd.connector.gloo import GlooFFN
 from sglang.srt.disaggregation.afd.ffn.experts import LocalExperts
 from sglang.srt.disaggregation.afd.models import weights
 
+_CALLS_BEFORE_OUT_OF_MEMORY = 90  # 3 layers; the warm-up takes about ten steps
+
 Compute = Callable[[LocalExperts, ReceivedBatch], torch.Tensor]
 
 
@@ -70,6 +72,19 @@ def microbatch_rows_exchanged() -> None:
         send(self, batch, out_RH.flip(0) if batch.transfer.microbatch == 1 else out_RH)
 
     GlooFFN.send = reversed_rows  # type: ignore[method-assign]
+
+
+def out_of_memory_after_warmup() -> None:
+    """An allocation on FFN ranks fails with the first request that decodes for long."""
+    compute: Compute = LocalExperts.__call__
+    calls = iter(range(_CALLS_BEFORE_OUT_OF_MEMORY))
+
+    def failing(self: LocalExperts, batch: ReceivedBatch) -> torch.Tensor:
+        if next(calls, None) is None:
+            raise torch.OutOfMemoryError("this is a test")
+        return compute(self, batch)
+
+    _replace_compute(failing)
 
 
 def _replace_compute(function: Compute) -> None:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Client, Connection
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,9 @@ _OURS = {"SGLANG_USE_CPU_ENGINE", "SGLANG_CPU_OMP_THREADS_BIND", "OMP_WAIT_POLIC
 class Zygote:
     """The pre-imported process; `call` and `Engine` each get a fork of it."""
 
+    MODULE = "matrix.zygote"
+    ENVIRONMENT: Mapping[str, str] = {}
+
     def __init__(self, folder: Path) -> None:
         self._socket_folder = tempfile.mkdtemp(prefix="afd")  # a socket's path must be short
         self.address = os.path.join(self._socket_folder, "zygote")
@@ -40,9 +43,10 @@ class Zygote:
         env["SGLANG_AFD_LOG_PLANS"] = "1"
         # A server sets it for its children, but OpenMP reads it once, when the zygote loads it.
         env["OMP_WAIT_POLICY"] = "PASSIVE"
+        env.update(self.ENVIRONMENT)
         with self._log.open("w") as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "matrix.zygote", self.address],
+                [sys.executable, "-m", self.MODULE, self.address],
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env=env,

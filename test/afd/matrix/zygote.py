@@ -16,6 +16,7 @@ import os
 import runpy
 import signal
 import sys
+import tempfile
 import threading
 import traceback
 from multiprocessing.connection import Connection, Listener
@@ -110,6 +111,7 @@ def _run_command(command: jobs.Command, connection: Connection) -> None:
         _put_in(command.faults)
         os.chdir(command.folder)
         os.environ.update(command.env)
+        tempfile.tempdir = None  # it may have been looked up before the fork
         _end_as_interpreter(_execute(command.argv))
     connection.send(pid)
     connection.send(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))

@@ -81,6 +81,18 @@ class Server:
             time.sleep(0.5)
         raise AssertionError(f"server not healthy in {START_TIMEOUT_S} s:\n{self.tail()}")
 
+    def wait_answering(self) -> None:
+        """As `wait_healthy`, for a server whose log cannot be read."""
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while time.monotonic() < deadline:
+            self.descendants()
+            assert self.process.poll() is None, "server ended"
+            with contextlib.suppress(requests.ConnectionError):
+                if requests.get(f"{self.url}/health", timeout=5).ok:
+                    return
+            time.sleep(0.5)
+        raise AssertionError(f"server not healthy in {START_TIMEOUT_S} s")
+
     def descendants(self) -> list[psutil.Process]:
         """Every process that was ever seen below the server and is still alive."""
         try:

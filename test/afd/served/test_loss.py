@@ -1,50 +1,176 @@
-"""An FFN rank that dies under load ends the server: soon, with an error, without remains."""
+"""A server that loses a process, or is told to end, ends: in time, with answers, without remains."""
 
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import signal
-import threading
+import stat
+import tempfile
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import requests
 from served.conftest import AFD
 from served.server import Server
 
-pytestmark = pytest.mark.timeout(1200)  # a fixture may start two servers
-
+PEER_TIMEOUT_S = 6
 LIMIT_S = 20
+FLAGS = (*AFD, "--afd-attn-ranks", "2", "--afd-peer-timeout", str(PEER_TIMEOUT_S))
+# Part of the title of the process that is hit, and what the reason says of it.
+VICTIMS = {
+    "ffn": ("sglang::afd_ffn_0", "FFN rank 0|ffn 0"),
+    "leader": ("sglang::scheduler_DP0", "attention process|attn 0"),
+    "member": ("sglang::scheduler_DP1", "attention process|attn 1"),
+    "controller": ("sglang::data_parallel_controller", "attention process|process"),
+    "detokenizer": ("sglang::detokenizer", "a process of the server failed|detokenizer|process"),
+    "launcher": ("", ""),
+}
+KILLS = [(name, signal.SIGKILL, "load") for name in VICTIMS]
+STOPS = [(name, signal.SIGSTOP, "load") for name in ("ffn", "member", "detokenizer", "launcher")]
+REST = [
+    (name, number, state)
+    for name in VICTIMS
+    for number in (signal.SIGKILL, signal.SIGSTOP)
+    for state in ("load", "idle")
+    if (name, number, state) not in (*KILLS, *STOPS)
+]
 
 
-def test_killed_ffn_rank_ends_the_server(workspace, model_path):
-    server = Server(workspace / "loss.log", model_path("tiny"), *AFD, "--afd-attn-ranks", "2")
-    outcomes: list[str] = []
+class Answer:
+    """Status (0: connection broken) and text of one request."""
 
-    def load() -> None:
-        body = {"model": "x", "prompt": "for", "max_tokens": 1500, "ignore_eos": True}
+    def __init__(self, url: str, max_tokens: int, stream: bool = False) -> None:
+        self.status, self.text = 0, ""
+        body = {"model": "x", "prompt": "for", "max_tokens": max_tokens, "ignore_eos": True}
         try:
-            answer = requests.post(f"{server.url}/v1/completions", json=body, timeout=60)
-            outcomes.append("finished" if answer.ok else "refused")
-        except requests.RequestException:
-            outcomes.append("broken off")
+            answer = requests.post(
+                f"{url}/v1/completions", json={**body, "stream": stream}, timeout=60
+            )
+            self.status, self.text = answer.status_code, answer.text
+        except requests.RequestException as error:
+            self.text = str(error)
 
-    clients = [threading.Thread(target=load) for _ in range(4)]
-    try:
-        for client in clients:
-            client.start()
-        time.sleep(3)
-        (victim,) = server.ffn_pids()
-        assert not outcomes, "the load ended before the fault"
+
+def ask(pool: ThreadPoolExecutor, server: Server, count: int, max_tokens: int) -> list[Future]:
+    return [pool.submit(Answer, server.url, max_tokens, i % 2 == 1) for i in range(count)]
+
+
+@pytest.fixture
+def temporary():
+    """A temporary folder for the server, with a name that is short enough for sockets."""
+    folder = Path(tempfile.mkdtemp(prefix="t"))
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.fixture
+def server(serve, temporary, request):
+    running = serve(
+        "tiny", *FLAGS, log=f"loss-{request.node.callspec.id}", env={"TMPDIR": str(temporary)}
+    )
+    running.outside = [
+        Path(line)
+        for file in temporary.glob("sglang-afd-*/outside")
+        for line in file.read_text().splitlines()
+    ]
+    assert running.outside
+    yield running
+    running.kill()
+
+
+def remains(server: Server, temporary: Path) -> list[Path]:
+    """Files of the server that are still there."""
+    left = [path for path in server.outside if path.exists()]
+    for path in temporary.rglob("*"):
+        if stat.S_ISSOCK(path.stat().st_mode) or path.name.startswith("sglang-afd-"):
+            left.append(path)
+    return left
+
+
+def victim_pid(server: Server, name: str) -> int:
+    title = VICTIMS[name][0]
+    if not title:
+        return server.process.pid
+    (found,) = {p.pid for p in server.descendants() if title in " ".join(p.cmdline())}
+    return found
+
+
+def check_loss(server: Server, temporary: Path, name: str, number: int, state: str) -> None:
+    limit_s = LIMIT_S + (PEER_TIMEOUT_S if number == signal.SIGSTOP else 0)
+    with ThreadPoolExecutor(4) as pool:
+        asked = ask(pool, server, 4 if state == "load" else 0, max_tokens=1900)
+        time.sleep(1.5)
+        assert not any(future.done() for future in asked), "the load ended before the fault"
         began = time.monotonic()
-        os.kill(victim, signal.SIGKILL)
-        code = server.wait(LIMIT_S)
-        assert time.monotonic() - began < LIMIT_S
+        os.kill(victim_pid(server, name), number)
+        code = server.wait(limit_s)
         assert code != 0
-        for client in clients:
-            client.join(5)
-        assert len(outcomes) == len(clients), "a client hangs"
-        assert "finished" not in outcomes
-        assert "FFN rank 0" in server.log.read_text()
-    finally:
-        server.kill()
+        answers = [future.result(timeout=5) for future in asked]
+        assert time.monotonic() - began < limit_s
+    if name == "launcher":  # nobody is left who could answer, or clean up before the next start
+        assert {answer.status for answer in answers} <= {0, 200}
+        return
+    for i, answer in enumerate(answers):
+        assert answer.status == (200 if i % 2 else 503), answer.text  # a stream has begun
+        assert "AFD: " in answer.text
+        assert any(part in answer.text for part in VICTIMS[name][1].split("|")), answer.text
+    assert not remains(server, temporary)
+    with pytest.raises(requests.ConnectionError):
+        requests.get(f"{server.url}/health", timeout=5)
+
+
+def case_id(case: tuple[str, int, str]) -> str:
+    return f"{case[0]}-{signal.Signals(case[1]).name}-{case[2]}"
+
+
+@pytest.mark.pain(3, 4, 5)
+@pytest.mark.parametrize("case", KILLS + STOPS, ids=case_id)
+def test_a_lost_process_ends_the_server(server, temporary, case):
+    check_loss(server, temporary, *case)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", REST, ids=case_id)
+def test_a_lost_process_ends_the_server_long(server, temporary, case):
+    check_loss(server, temporary, *case)
+
+
+@pytest.mark.parametrize("count", [0, 100])
+def test_sigterm_ends_with_answers_and_exit_code_zero(server, temporary, count):
+    with ThreadPoolExecutor(max(1, count)) as pool:
+        short = ask(pool, server, count, max_tokens=8)
+        # Two that cannot end within the drain's ten seconds.
+        long = ask(pool, server, 2 if count else 0, max_tokens=1900)
+        time.sleep(1)
+        began = time.monotonic()
+        assert server.stop() == 0, server.tail()
+        assert time.monotonic() - began < LIMIT_S
+        assert [future.result(5).status for future in short] == [200] * count
+        for future in long:
+            answer = future.result(5)
+            assert answer.status in (200, 503)
+            assert (
+                "shut down before this request had ended" in answer.text or "length" in answer.text
+            )
+    assert not remains(server, temporary)
+
+
+def test_out_of_memory_on_an_ffn_rank_reaches_the_client_side(serve):
+    server = serve("tiny", *FLAGS, log="oom", faults=("out_of_memory_after_warmup",))
+    answer = Answer(server.url, max_tokens=64)
+    assert answer.status == 503
+    assert "FFN rank 0 failed: OutOfMemoryError: this is a test" in answer.text
+    assert server.wait(LIMIT_S) != 0
+    assert re.search("attn 0: ffn 0 .* failed: OutOfMemoryError: this is a test", server.tail(300))
+
+
+def test_a_full_disk_below_the_log_ends_nothing(serve, workspace):
+    (workspace / "full.log").symlink_to("/dev/full")
+    server = serve("tiny", *FLAGS, log="full", api=False)
+    server.wait_answering()
+    assert Answer(server.url, max_tokens=4).status == 200
+    assert server.stop() == 0

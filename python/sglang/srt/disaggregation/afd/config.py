@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from sglang.srt.disaggregation.afd import envs
+from sglang.srt.disaggregation.afd import auto_ranks, envs
 from sglang.srt.disaggregation.afd.connector import registry
 from sglang.srt.disaggregation.afd.errors import AFDConfigError
 
@@ -22,15 +22,21 @@ ROLES = ("all", "attn", "ffn")
 MICROBATCHES = ("auto", "1", "2")
 DEFAULT_PEER_TIMEOUT_S = 30.0
 DEFAULT_LOAD_TIMEOUT_S = 1800.0
+DEFAULT_DRAIN_TIMEOUT_S = 10.0
 # Bounds one message of a prefill; DeepEP's low-latency buffers end here too.
 EAGER_CAPACITY = 1024
+
+
+def int_or_auto(text: str) -> int | str:
+    """A rank count as typed: a number, or "auto" for the planner's choice (`auto_ranks`)."""
+    return text if text == auto_ranks.AUTO else int(text)
 
 
 class Flag(NamedTuple):
     """One command line flag; its `ServerArgs` field is the name with underscores."""
 
     name: str
-    type: type
+    type: Callable[[str], Any]
     default: Any
     help: str
     choices: tuple[str, ...] | None = None
@@ -47,11 +53,17 @@ FLAGS = (
     ),
     Flag(
         "--afd-attn-ranks",
-        int,
+        int_or_auto,
         1,
-        "Attention ranks (M). They become DP-attention ranks, so --tp-size and --dp-size follow.",
+        "Attention ranks (M). They become DP-attention ranks, so --tp-size and --dp-size follow. "
+        "auto lets the planner divide this host's GPUs.",
     ),
-    Flag("--afd-ffn-ranks", int, 1, "FFN ranks (N), at most one per routed expert."),
+    Flag(
+        "--afd-ffn-ranks",
+        int_or_auto,
+        1,
+        "FFN ranks (N), at most one per routed expert; auto as above.",
+    ),
     Flag(
         "--afd-connector",
         str,
@@ -91,6 +103,12 @@ FLAGS = (
         float,
         DEFAULT_LOAD_TIMEOUT_S,
         "Seconds that ranks may take to start and to load their weights.",
+    ),
+    Flag(
+        "--afd-drain-timeout",
+        float,
+        DEFAULT_DRAIN_TIMEOUT_S,
+        "Seconds that open requests may take to end after SIGTERM; later they get an error.",
     ),
     Flag(
         "--afd-allow-untested",
@@ -258,6 +276,8 @@ def build(args: AFDServerArgs) -> AFDConfig:
     _positive("--afd-ffn-ranks", args.afd_ffn_ranks)
     _positive("--afd-peer-timeout", args.afd_peer_timeout)
     _positive("--afd-load-timeout", args.afd_load_timeout)
+    if args.afd_drain_timeout < 0:
+        raise AFDConfigError(f"--afd-drain-timeout {args.afd_drain_timeout} must be at least 0")
     if args.afd_max_tokens_per_rank is not None:
         _positive("--afd-max-tokens-per-rank", args.afd_max_tokens_per_rank)
     _one_of("--afd-role", args.afd_role, ROLES)

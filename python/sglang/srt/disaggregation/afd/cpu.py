@@ -6,6 +6,8 @@ resolved; the hooks at the end are rows of `patches.py`. None of it is active wh
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import importlib
 import importlib.machinery
 import importlib.util
@@ -17,13 +19,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from sglang.srt.disaggregation.afd import envs
+from sglang.srt.disaggregation.afd import cpu_models, envs
+from sglang.srt.disaggregation.afd.imports import after_import
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.afd.server_args import AFDServerArgs
 
 _KERNELS = "sgl_kernel"
+_WITH_CPU_KERNELS = "mamba"  # its submodule from which CPU code paths import
 _CONTROLLER_POLL_MS = 1000
+
+_torch_library: Any = None  # what it registers goes when it goes
 
 
 def is_cpu_only() -> bool:
@@ -56,6 +62,12 @@ class _AbsentKernels(types.ModuleType):
 def bootstrap() -> None:
     """Make `import sglang` work without libcuda, and select upstream's CPU engine."""
     envs.set_default(envs.USE_CPU_ENGINE, "1")
+    _complete_torch()
+    after_import("sglang.srt.models.registry", cpu_models.lend_vllm)
+    after_import(
+        "sglang.srt.layers.attention.linear.kernels.kda_triton", cpu_models.kimi_delta_attention
+    )
+    after_import("sglang.srt.layers.attention.mamba.mamba", cpu_models.mamba_convolution)
     if _KERNELS in sys.modules:
         return
     try:
@@ -63,9 +75,38 @@ def bootstrap() -> None:
     except (ImportError, OSError):
         for name in [n for n in sys.modules if n.partition(".")[0] == _KERNELS]:
             del sys.modules[name]
-        stub = _AbsentKernels(_KERNELS)
-        stub.__spec__ = importlib.machinery.ModuleSpec(_KERNELS, None)
-        sys.modules[_KERNELS] = stub
+        for name in (_KERNELS, f"{_KERNELS}.{_WITH_CPU_KERNELS}"):
+            stub = _AbsentKernels(name)
+            stub.__spec__ = importlib.machinery.ModuleSpec(name, None)
+            sys.modules[name] = stub
+        sys.modules[_KERNELS].__path__ = []
+        _lend_kernels()
+
+
+def _mm_with_dtype(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
+    """Product in the output's dtype; PyTorch has this form of `mm` for CUDA only."""
+    return torch.mm(a.to(out_dtype), b.to(out_dtype))
+
+
+def _complete_torch() -> None:
+    """Give PyTorch's CPU device what its CUDA device has and upstream's models use."""
+    global _torch_library
+    if _torch_library is not None:
+        return
+    if not hasattr(torch.cpu, "device"):
+        torch.cpu.device = contextlib.nullcontext  # type: ignore[attr-defined]
+    _torch_library = torch.library.Library("aten", "IMPL")
+    _torch_library.impl("mm.dtype", _mm_with_dtype, "CPU")
+
+
+def _lend_kernels() -> None:
+    """Put our plain torch kernels where upstream's models look for CPU builds of theirs."""
+    from sglang.srt.disaggregation.afd.cpu_kernels import KERNELS
+
+    module = sys.modules[f"{_KERNELS}.{_WITH_CPU_KERNELS}"]
+    for name, function in KERNELS.items():
+        setattr(module, name, function)
+        setattr(getattr(torch.ops, _KERNELS), name, function)
 
 
 def has_cpu_kernels() -> bool:
@@ -159,8 +200,13 @@ def memcpy(
 
 
 def select_experts(orig: Any, *args: Any, **kwargs: Any) -> Any:
-    """AROUND `select_experts`: the native top-k cannot mask padding rows itself."""
+    """AROUND `select_experts`: the native top-k cannot mask padding rows itself, and takes no bias
+    that a checkpoint holds as [1, E]."""
     num_real = kwargs.pop("num_token_non_padded", None)
+    config = kwargs.get("topk_config")
+    if config is not None and config.correction_bias is not None:
+        bias = config.correction_bias.flatten()
+        kwargs["topk_config"] = dataclasses.replace(config, correction_bias=bias)
     output = orig(*args, **kwargs)
     if num_real is not None:
         output.topk_ids[int(num_real) :] = -1

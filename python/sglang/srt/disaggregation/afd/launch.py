@@ -1,4 +1,4 @@
-"""Starts the FFN ranks of this host, watches both pools, and ends everything when one rank is lost.
+"""Starts the FFN ranks of this host and has both pools supervised.
 
 Runs in the main process of a server, of an offline engine, of bench_one_batch, and of
 `--afd-role ffn`.
@@ -9,80 +9,21 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
-import signal
 import socket
 import sys
-import threading
-import time
-from collections.abc import Callable
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
-from types import FrameType
 from typing import Any, Literal
 
-import psutil
-
-from sglang.srt.disaggregation.afd import ports
+from sglang.srt.disaggregation.afd import envs, files, ports, shutdown
 from sglang.srt.disaggregation.afd.errors import AFDConfigError
+from sglang.srt.disaggregation.afd.supervisor import Supervisor
 
 logger = logging.getLogger(__name__)
 
-# Peers log why they end before they do; their text should reach the log before we kill them.
-_LAST_WORDS_S = 1.0
-_POLL_S = 0.5
-_STOP_S = 5.0
 _START_METHOD: Literal["spawn", "fork"] = "spawn"
 
 
-class Supervisor:
-    """Watches processes from a daemon thread and calls `on_loss` once for the first that ends.
-
-    `expect_end()` says that an end is wanted from now on.
-    """
-
-    def __init__(self, on_loss: Callable[[str], None]) -> None:
-        self._on_loss = on_loss
-        self._names: dict[int, str] = {}
-        self._processes: list[BaseProcess] = []
-        self._expected = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="afd-supervisor", daemon=True)
-
-    def add(self, name: str, process: BaseProcess) -> None:
-        assert process.pid is not None
-        self._names[process.pid] = name
-        self._processes.append(process)
-
-    def add_pids(self, name: str, pids: list[int]) -> None:
-        """Processes that are not our children, known by pid only."""
-        for pid in pids:
-            self._names.setdefault(pid, f"{name} {pid}")
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def expect_end(self) -> None:
-        self._expected.set()
-
-    def _watch(self) -> None:
-        while not self._expected.is_set():
-            wait([process.sentinel for process in self._processes], timeout=_POLL_S)
-            lost = self._first_lost()
-            if lost is not None and not self._expected.is_set():
-                self._on_loss(lost)
-                return
-
-    def _first_lost(self) -> str | None:
-        for process in self._processes:
-            if process.exitcode is not None:
-                return f"{self._names[process.pid or 0]} ended with exit code {process.exitcode}"
-        ours = {process.pid for process in self._processes}
-        for pid, name in list(self._names.items()):
-            if pid not in ours and not _is_alive(pid):
-                return f"{name} is gone"
-        return None
-
-
-_supervisor: Supervisor | None = None
 _held: list[socket.socket] = []
 
 
@@ -140,44 +81,6 @@ def choose_address(server_args: Any) -> None:
     server_args.override("afd launcher", afd_bootstrap_addr=address)
 
 
-def end_everything(reason: str) -> None:
-    """Kill all children and this process, with a non-zero exit code."""
-    time.sleep(_LAST_WORDS_S)
-    logger.error("AFD: %s; the server ends", reason)
-    _kill_children()
-    logging.shutdown()
-    os._exit(1)
-
-
-def _end_on_sigterm() -> None:
-    """Until upstream's own handler is set: children that still import would outlive us."""
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, _on_early_sigterm)
-
-
-def _on_early_sigterm(signum: int, frame: FrameType | None) -> None:
-    logger.error("AFD: SIGTERM before the server was ready; it ends")
-    _kill_children()
-    os._exit(128 + signum)
-
-
-def _kill_children() -> None:
-    children = psutil.Process().children(recursive=True)
-    for child in children:
-        try:
-            child.kill()
-        except psutil.NoSuchProcess:
-            continue  # ended by itself in between, which is what we want
-    psutil.wait_procs(children, timeout=_STOP_S)
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
 # --- hooks, see patches.py ---------------------------------------------------------------------
 
 
@@ -185,11 +88,17 @@ def launch_processes(
     orig: Any, cls: Any, server_args: Any, port_args: Any, run_scheduler_process_func: Any
 ) -> Any:
     """AROUND `Engine._launch_scheduler_processes`."""
-    global _supervisor
     if not server_args.afd_enabled:
         return orig(cls, server_args, port_args, run_scheduler_process_func)
-    supervisor = _supervisor = Supervisor(end_everything)
-    _end_on_sigterm()
+    supervisor = Supervisor(shutdown.end_everything, server_args.afd_peer_timeout)
+    # Nobody broadcasts through it, and its shared memory would outlive the processes.
+    envs.set_default(envs.MESSAGE_QUEUE_BROADCASTER, "0")
+    files.sweep()
+    folder = files.RunFolder()
+    folder.adopt(port_args)
+    shutdown.register(supervisor, folder)
+    for name, value in (("afd_launcher_pid", os.getpid()), ("afd_run_folder", str(folder.path))):
+        object.__setattr__(server_args, name, value)  # upstream froze it
     processes: list[BaseProcess] = []
     if server_args.afd_role == "all":
         choose_address(server_args)
@@ -211,18 +120,6 @@ def launch_processes(
     result.wait_for_ready = wait_for_ready
     result.all_child_pids.extend(process.pid for process in processes)
     return result, [*schedulers, *processes]
-
-
-def before_shutdown(engine: Any) -> None:
-    """BEFORE `Engine.shutdown`."""
-    if _supervisor is not None:
-        _supervisor.expect_end()
-
-
-def before_sigterm(handler: Any, signum: Any = None, frame: Any = None) -> None:
-    """BEFORE `SignalHandler.sigterm_handler`."""
-    if _supervisor is not None:
-        _supervisor.expect_end()
 
 
 def launch_server(orig: Any, server_args: Any, *args: Any, **kwargs: Any) -> Any:
@@ -251,7 +148,7 @@ def run_ffn_pool(server_args: Any) -> int:
                 return 1
         return 0
     finally:
-        _kill_children()
+        shutdown.kill_children()
 
 
 def bench_one_batch(orig: Any, server_args: Any, *args: Any, **kwargs: Any) -> Any:
@@ -259,7 +156,7 @@ def bench_one_batch(orig: Any, server_args: Any, *args: Any, **kwargs: Any) -> A
     if not server_args.afd_enabled:
         return orig(server_args, *args, **kwargs)
     choose_address(server_args)
-    supervisor = Supervisor(end_everything)
+    supervisor = Supervisor(shutdown.end_everything, server_args.afd_peer_timeout)
     processes = start_ffn_ranks(server_args, local_ffn_ranks(server_args))
     for rank, process in enumerate(processes):
         supervisor.add(f"FFN rank {rank} (pid {process.pid})", process)
@@ -268,4 +165,4 @@ def bench_one_batch(orig: Any, server_args: Any, *args: Any, **kwargs: Any) -> A
         return orig(server_args, *args, **kwargs)
     finally:
         supervisor.expect_end()
-        _kill_children()
+        shutdown.kill_children()

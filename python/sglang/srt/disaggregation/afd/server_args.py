@@ -9,18 +9,20 @@ from __future__ import annotations
 import dataclasses
 import multiprocessing
 import os
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import sglang.srt.server_args as upstream
 from sglang.srt.arg_groups.arg_utils import NS, A, Arg
-from sglang.srt.disaggregation.afd import config, cpu, patches
+from sglang.srt.disaggregation.afd import auto_ranks, config, cpu, patches
 
 _HELP = {flag.name[2:].replace("-", "_"): flag for flag in config.FLAGS}
 
 
 def _arg(field: str) -> Arg:
     flag = _HELP[field]
-    return Arg(help=flag.help, choices=list(flag.choices) if flag.choices else None)
+    parser = flag.type if flag.type is config.int_or_auto else None
+    choices = list(flag.choices) if flag.choices else None
+    return Arg(help=flag.help, choices=choices, type_parser=parser)
 
 
 @dataclasses.dataclass
@@ -59,6 +61,9 @@ class AFDServerArgs(upstream.ServerArgs):
     afd_load_timeout: A[float, _arg("afd_load_timeout"), NS("disagg")] = _HELP[
         "afd_load_timeout"
     ].default
+    afd_drain_timeout: A[float, _arg("afd_drain_timeout"), NS("disagg")] = _HELP[
+        "afd_drain_timeout"
+    ].default
     afd_allow_untested: A[bool, _arg("afd_allow_untested"), NS("disagg")] = _HELP[
         "afd_allow_untested"
     ].default
@@ -67,6 +72,7 @@ class AFDServerArgs(upstream.ServerArgs):
         if self.disaggregation_mode == "afd":
             self.afd_enabled = True
         if self.afd_enabled:
+            auto_ranks.resolve(self)
             # Kept so that FFN ranks can derive their own arguments from what the user typed.
             self._afd_typed = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
             self._afd_prepare()
@@ -76,6 +82,10 @@ class AFDServerArgs(upstream.ServerArgs):
         super().__post_init__()
         if self.afd_enabled and not self.is_ffn_rank:
             config.check_limits(self)
+
+    # Of the server's main process, set by it for its children; None in other processes.
+    afd_launcher_pid: ClassVar[int | None] = None
+    afd_run_folder: ClassVar[str | None] = None
 
     @property
     def is_ffn_rank(self) -> bool:

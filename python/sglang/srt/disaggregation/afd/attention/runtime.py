@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sglang.srt.disaggregation.afd import config as afd_config
-from sglang.srt.disaggregation.afd import envs, facts
+from sglang.srt.disaggregation.afd import envs, facts, files
 from sglang.srt.disaggregation.afd.connector import registry
 from sglang.srt.disaggregation.afd.connector.base import AttnConnector, LinkSpec
 from sglang.srt.disaggregation.afd.connector.rendezvous import Rendezvous
@@ -25,6 +25,7 @@ from sglang.srt.disaggregation.afd.errors import AFDError
 from sglang.srt.disaggregation.afd.messages import Mode, Ready, StepPlan
 from sglang.srt.disaggregation.afd.models import weights
 from sglang.srt.disaggregation.afd.plan import make_plan
+from sglang.srt.disaggregation.afd.supervisor import watch_launcher
 from sglang.srt.disaggregation.afd.topology import Topology
 
 if TYPE_CHECKING:
@@ -98,6 +99,8 @@ class AttentionRuntime:
             "peer_timeout_s": self.settings.peer_timeout_s,
         }
         if self.is_leader:
+            if self._server_args.afd_launcher_pid is not None:
+                watch_launcher(self._server_args.afd_launcher_pid, self.settings.peer_timeout_s)
             host = address.rpartition(":")[0]
             self._store = host_store(host, self.settings.load_timeout_s)
             self._leader = LeaderControl(
@@ -211,6 +214,9 @@ class AttentionRuntime:
         """
         if self._closed:
             return
+        files.leave_reason(
+            self._server_args.afd_run_folder, f"Attention rank {self.attn_rank}: {error}"
+        )
         time.sleep(_LAST_WORDS_S)  # a main thread that is in a wait says more about it
         logger.error("AFD attention rank %d ends: %s", self.attn_rank, error)
         logging.shutdown()

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from sglang.srt.disaggregation.afd import config as afd_config
-from sglang.srt.disaggregation.afd import envs, facts
+from sglang.srt.disaggregation.afd import envs, facts, files
 from sglang.srt.disaggregation.afd.connector import registry
 from sglang.srt.disaggregation.afd.connector.base import LinkSpec
 from sglang.srt.disaggregation.afd.connector.rendezvous import Rendezvous
@@ -71,6 +71,7 @@ def main(server_args: Any, ffn_rank: int, gpu_id: int, launcher_pid: int) -> Non
         text = f"{type(error).__name__}: {error}"
         known = isinstance(error, AFDError)
         logger.error("FFN rank %d ends: %s", ffn_rank, text if known else traceback.format_exc())
+        files.leave_reason(server_args.afd_run_folder, f"FFN rank {ffn_rank} failed: {text}")
         if control is not None:
             control.failed(text)
             control.close()
