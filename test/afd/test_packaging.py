@@ -51,10 +51,11 @@ def hashes(root: Path) -> dict[str, str]:
 
 
 def sources() -> set[str]:
-    """What belongs in the wheel: every module, and the map of the package."""
+    """What belongs in the wheel: every module, the planner's data, and the map of the package."""
     root = REPO / "python"
     package = root / OURS
-    found = {path.relative_to(root).as_posix() for path in package.rglob("*.py")}
+    files = (path for suffix in ("py", "json") for path in package.rglob(f"*.{suffix}"))
+    found = {path.relative_to(root).as_posix() for path in files}
     readme = package / "README.md"
     return found | ({readme.relative_to(root).as_posix()} if readme.exists() else set())
 
