@@ -13,15 +13,18 @@ STAMP := $(VENV)/constraints.sha256
 ARGS ?=
 
 .DELETE_ON_ERROR:
-.PHONY: help install demo serve test test-long lint unit docs clean
+.PHONY: help install demo serve test test-long test-models lint unit docs site lint-docker clean
 
 help:
 	@echo "make demo      install into $(VENV), then serve a tiny model on attention and FFN ranks (CPU)"
 	@echo "make serve     the same, and keep the server up"
 	@echo "make test      quality gates, then the tests that need no GPU"
 	@echo "make test-long the tests that take longer; writes test/results/long.json"
+	@echo "make test-models  every MoE family against colocated; writes test/results/models.json"
 	@echo "make lint      quality gates only;  make unit: tests only"
 	@echo "make docs      write the generated pages of docs/ again"
+	@echo "make site      build docs/ as a web site into site/, with .venv-docs"
+	@echo "make lint-docker  lint docker/, with .venv-lint"
 	@echo "make install   make $(VENV) from constraints.txt, with the package editable"
 	@echo "make clean     remove builds and caches; $(VENV) stays"
 	@echo
@@ -58,10 +61,13 @@ lint: $(STAMP)
 	$(PY) scripts/copied.py
 
 unit: $(STAMP)
-	$(PY) -m pytest -m 'not gpu and not long' --durations=15 $(ARGS)
+	$(PY) -m pytest -m 'not gpu and not long and not models' --durations=15 $(ARGS)
 
 test-long: $(STAMP)
 	$(PY) -m pytest -m long --results test/results/long.json $(ARGS)
+
+test-models: $(STAMP)
+	$(PY) -m pytest test/afd/models --results test/results/models.json $(ARGS)
 
 docs: $(STAMP)
 	$(PY) scripts/patch_table.py docs
@@ -69,6 +75,24 @@ docs: $(STAMP)
 		[ -e "$$generator" ] || continue; \
 		echo "$(PY) $$generator"; "$(PY)" "$$generator" || exit 1; done
 
+# Each tool set has an environment of its own, so that constraints.txt stays what the server needs.
+# Written last, like STAMP, and holds the requirements, so that a changed line installs again.
+.venv-docs/requirements.txt: docs/requirements.txt
+.venv-lint/requirements.txt: docker/lint-requirements.txt
+.venv-docs/requirements.txt .venv-lint/requirements.txt:
+	"$(PYTHON)" -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet -r $<
+	cp $< $@
+
+site: .venv-docs/requirements.txt
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --quiet
+
+lint-docker: .venv-lint/requirements.txt
+	.venv-lint/bin/hadolint docker/Dockerfile docker/cpu.Dockerfile
+	.venv-lint/bin/check-jsonschema --builtin-schema vendor.compose-spec docker/compose.*.yaml
+	for version in 1.28 1.37; do .venv-lint/bin/kubernetes-validate --strict --quiet \
+		-k $$version docker/kubernetes/*.yaml || exit 1; done
+
 clean:
-	rm -rf python/build python/dist python/*.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf site python/build python/dist python/*.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find python scripts test examples -type d -name __pycache__ -prune -exec rm -rf {} +

@@ -8,6 +8,7 @@ from sglang.srt.disaggregation.afd import config
 from sglang.srt.disaggregation.afd.connector import registry
 
 OUT = Path(__file__).resolve().parent.parent / "docs" / "flags.md"
+KINDS: dict[object, str] = {str: "text", int: "number", float: "number", bool: "switch"}
 
 
 def text() -> str:
@@ -24,8 +25,9 @@ def text() -> str:
         "|---|---|---|---|",
     ]
     for flag in config.FLAGS:
-        values = ", ".join(f"`{c}`" for c in flag.choices) if flag.choices else flag.type.__name__
-        default = "" if flag.default is None else f"`{flag.default}`"
+        kind = KINDS.get(flag.type, "number or `auto`")
+        values = ", ".join(f"`{c}`" for c in flag.choices) if flag.choices else kind
+        default = "" if flag.default is None or flag.default is False else f"`{flag.default}`"
         lines.append(f"| `{flag.name}` | {values} | {default} | {flag.help} |")
     lines += [
         "",

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import time
+import types
 
 import psutil
 import pytest
@@ -15,7 +16,7 @@ import pytest
 from sglang.srt.disaggregation.afd import config
 from sglang.srt.disaggregation.afd.errors import AFDConfigError
 from sglang.srt.disaggregation.afd.server_args import AFDServerArgs
-from sglang.srt.server_args import ServerArgs
+from sglang.srt.server_args import MOE_A2A_BACKEND_CHOICES, ServerArgs
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +47,7 @@ def test_every_command_line_knows_the_flags():
         assert getattr(parsed, flag.name[2:].replace("-", "_")) is not None
 
 
+@pytest.mark.pain(76)
 def test_resolved_settings(model):
     args = make(model, afd_attn_ranks=2, afd_ffn_ranks=3, afd_microbatches="2")
     assert args.disaggregation_mode == "null"
@@ -86,6 +88,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.pain(56)
 def test_child_whose_parent_died_during_import_ends(model, tmp_path):
     script = tmp_path / "orphan.py"
     script.write_text(ORPHAN_SCRIPT)
@@ -108,12 +111,67 @@ def test_ffn_rank_is_a_world_of_one(model):
     assert not args.enable_two_batch_overlap
 
 
+@pytest.mark.pain(64)
+def test_arguments_of_an_ffn_rank_leave_the_servers_alone(model):
+    args = make(model, afd_attn_ranks=2, afd_ffn_ranks=2, afd_microbatches="2")
+    before = pickle.dumps(dataclasses.asdict(args))
+    first, again = args.for_ffn_rank(1), args.for_ffn_rank(1)
+    object.__setattr__(first, "lora_paths", ["a"])
+    assert pickle.dumps(dataclasses.asdict(args)) == before
+    assert dataclasses.asdict(args.for_ffn_rank(1)) == dataclasses.asdict(again)
+
+
+@pytest.mark.pain(65)
+def test_what_upstream_turned_on_by_itself_is_refused(model, monkeypatch):
+    upstream = AFDServerArgs.__mro__[1]
+    resolve = upstream.__post_init__
+
+    def turning_on(self):
+        resolve(self)
+        object.__setattr__(self, "enable_eplb", True)
+
+    monkeypatch.setattr(upstream, "__post_init__", turning_on)
+    with pytest.raises(AFDConfigError, match="--enable-eplb=True is broken"):
+        make(model)
+
+
+@pytest.mark.pain(38)
+@pytest.mark.parametrize("backend", MOE_A2A_BACKEND_CHOICES)
+def test_every_moe_backend_is_refused_or_replaced(model, backend):
+    """Whatever was typed, attention ranks end up on the branch that our dispatcher serves."""
+    try:
+        args = make(model, moe_a2a_backend=backend)
+    except AFDConfigError as error:
+        assert f"--moe-a2a-backend={backend!r}" in str(error)
+        assert backend not in ("none", "deepep")
+    else:
+        assert args.moe_a2a_backend == make(model).moe_a2a_backend
+        assert args.for_ffn_rank(0).moe_a2a_backend == "none"
+
+
+def _graph_args(batches, capacity=None):
+    decode = types.SimpleNamespace(backend="full", bs=batches)
+    graphs = types.SimpleNamespace(decode=decode)
+    return types.SimpleNamespace(cuda_graph_config=graphs, afd_max_tokens_per_rank=capacity)
+
+
+@pytest.mark.pain(30)
+def test_capacity_holds_the_largest_graph():
+    assert config._capacity(_graph_args([1, 8])) == config.EAGER_CAPACITY
+    assert config._capacity(_graph_args([1, 2 * config.EAGER_CAPACITY])) == 2048
+    assert config._capacity(_graph_args([1, 64], 64)) == 64
+    with pytest.raises(AFDConfigError, match="--afd-max-tokens-per-rank 63 is less than .* 64"):
+        config._capacity(_graph_args([1, 64], 63))
+
+
 REFUSED = [
     ({"afd_attn_ranks": 0}, "--afd-attn-ranks 0"),
     ({"afd_ffn_ranks": -1}, "--afd-ffn-ranks -1"),
     ({"afd_peer_timeout": 0}, "--afd-peer-timeout 0"),
     ({"afd_load_timeout": 0}, "--afd-load-timeout 0"),
     ({"afd_max_tokens_per_rank": 0}, "--afd-max-tokens-per-rank 0"),
+    ({"afd_ffn_metrics_port": -1}, "--afd-ffn-metrics-port -1"),
+    ({"afd_ffn_metrics_port": 65535, "afd_ffn_ranks": 2}, "for each of 2 FFN ranks"),
     ({"afd_role": "expert"}, "--afd-role 'expert' is unknown; choose one of all, attn, ffn"),
     ({"afd_role": "ffn"}, "--afd-role ffn needs --afd-bootstrap-addr HOST:PORT"),
     ({"afd_bootstrap_addr": "somewhere"}, "--afd-bootstrap-addr 'somewhere' is not HOST:PORT"),
@@ -129,6 +187,7 @@ REFUSED = [
 ]
 
 
+@pytest.mark.pain(19)
 @pytest.mark.parametrize(("flags", "text"), REFUSED, ids=[text for _, text in REFUSED])
 def test_impossible_flags_are_refused_by_name(model, flags, text):
     with pytest.raises(AFDConfigError) as caught:
@@ -153,6 +212,7 @@ BAD_VALUES = {
 }
 
 
+@pytest.mark.pain(19, 68)
 @pytest.mark.parametrize("limit", config.LIMITS, ids=[limit.field for limit in config.LIMITS])
 def test_every_limit_refuses_and_names_its_flag(model, limit):
     args = make(model)
@@ -173,7 +233,16 @@ def test_every_limit_refuses_and_names_its_flag(model, limit):
             config.check_limits(args)
 
 
-@pytest.mark.parametrize("name", ["SGLANG_RUST_SERVER", "SGLANG_SCHEDULER_SKIP_ALL_GATHER"])
+@pytest.mark.pain(70)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "SGLANG_RUST_SERVER",
+        "SGLANG_SCHEDULER_SKIP_ALL_GATHER",
+        "SGLANG_SIMULATE_UNIFORM_EXPERTS",
+        "SGLANG_SIMULATE_ROUND_ROBIN_EXPERTS",
+    ],
+)
 def test_environment_in_the_way_is_refused(model, monkeypatch, name):
     monkeypatch.setenv(name, "1")
     with pytest.raises(AFDConfigError, match=name):

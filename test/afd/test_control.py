@@ -197,6 +197,7 @@ def test_all_ranks_become_ready(cluster: Cluster, attn_ranks: int, ffn_ranks: in
     assert [f"{ready.role} {ready.rank}" for ready in readies] == names
 
 
+@pytest.mark.pain(43)
 def test_members_may_start_first(cluster: Cluster) -> None:
     facts = make_facts(2, 1)
     with closing(LeaderControl("127.0.0.1:0", facts, "h", 1, LOAD_S, PEER_S)) as probe:
@@ -216,6 +217,7 @@ def test_members_may_start_first(cluster: Cluster) -> None:
     leader.wait_ready(LOAD_S)
 
 
+@pytest.mark.pain(43)
 def test_hello_to_a_leader_that_ended_is_said_again(cluster: Cluster) -> None:
     """The first socket takes the hello and ends without an answer."""
     facts = make_facts()
@@ -231,6 +233,7 @@ def test_hello_to_a_leader_that_ended_is_said_again(cluster: Cluster) -> None:
         assert join.result(LOAD_S).store_port == 29500
 
 
+@pytest.mark.pain(12)
 @pytest.mark.parametrize("field", Facts.__struct_fields__)
 def test_any_different_fact_refuses_and_names_both(cluster: Cluster, field: str) -> None:
     facts = make_facts()
@@ -246,6 +249,7 @@ def test_any_different_fact_refuses_and_names_both(cluster: Cluster, field: str)
         leader.wait_ready(5)
 
 
+@pytest.mark.pain(9, 12)
 def test_other_protocol_is_refused_on_both_sides(cluster: Cluster) -> None:
     leader = cluster.leader(make_facts())
     with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
@@ -271,6 +275,7 @@ def test_member_refuses_a_leader_of_another_protocol(cluster: Cluster) -> None:
                 join.result(5)
 
 
+@pytest.mark.pain(5)
 def test_rank_that_joins_twice_is_refused_and_the_first_goes_on(cluster: Cluster) -> None:
     facts = make_facts()
     leader = cluster.leader(facts)
@@ -286,6 +291,7 @@ def test_rank_that_joins_twice_is_refused_and_the_first_goes_on(cluster: Cluster
     assert first.recv_plan() == make_plan(0)
 
 
+@pytest.mark.pain(5)
 @pytest.mark.parametrize(("role", "rank"), [("ffn", 1), ("attn", 0), ("attn", 1)])
 def test_rank_out_of_range_is_refused(cluster: Cluster, role: Role, rank: int) -> None:
     facts = make_facts(1, 1)
@@ -325,6 +331,7 @@ def test_missing_members_are_named(cluster: Cluster) -> None:
     assert "--afd-load-timeout" in text
 
 
+@pytest.mark.pain(41)
 def test_join_without_a_leader_ends(cluster: Cluster) -> None:
     member = cluster.member("127.0.0.1:9", "ffn", 0, make_facts(), load_s=0.3)
     start = time.monotonic()
@@ -360,6 +367,7 @@ def test_address_that_cannot_be_bound(cluster: Cluster) -> None:
             LeaderControl(address, make_facts(), "h", 1, LOAD_S, PEER_S)
 
 
+@pytest.mark.pain(43, 47)
 def test_two_instances_on_one_host(cluster: Cluster) -> None:
     pairs = [cluster.running() for _ in range(2)]
     for step_id, (leader, _) in enumerate(pairs):
@@ -367,6 +375,7 @@ def test_two_instances_on_one_host(cluster: Cluster) -> None:
     assert [members[0].recv_plan().step_id for _, members in pairs] == [0, 1]
 
 
+@pytest.mark.pain(42)
 def test_all_interfaces_and_host_names(cluster: Cluster) -> None:
     facts = make_facts()
     for bind, host in (("0.0.0.0:0", "127.0.0.1"), ("localhost:0", "localhost")):
@@ -410,6 +419,7 @@ def test_plans_keep_their_order_and_stop_comes_last(cluster: Cluster, ffn_ranks:
             assert stop == Stop(reason="done")
 
 
+@pytest.mark.pain(60)
 def test_plans_in_flight_survive_the_stop(cluster: Cluster) -> None:
     leader, (attn, ffn) = cluster.running(2, 1)
     for step_id in range(100):
@@ -432,6 +442,22 @@ def test_stop_ends_a_waiting_member_at_once(cluster: Cluster) -> None:
         leader.stop("bye")
         assert waiting.result(5) == Stop(reason="bye")
     assert time.monotonic() - start < 1
+
+
+@pytest.mark.pain(52)
+def test_waiting_for_a_plan_takes_no_processor_time(cluster: Cluster) -> None:
+    leader, (ffn,) = cluster.running()
+
+    def wait() -> float:
+        before = time.thread_time()
+        ffn.recv_plan()
+        return time.thread_time() - before
+
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(wait)
+        time.sleep(1)
+        leader.publish(make_plan(0))
+        assert waiting.result(5) < 0.1
 
 
 def test_stop_may_come_from_another_thread(cluster: Cluster) -> None:
@@ -473,6 +499,7 @@ def test_heartbeats_carry_counters(cluster: Cluster) -> None:
     assert peer.silent_s < 1
 
 
+@pytest.mark.pain(58)
 def test_text_of_a_failure_reaches_the_leader(cluster: Cluster) -> None:
     leader, (_, ffn) = cluster.running(2, 1)
     seen: list[AFDError] = []
@@ -513,6 +540,7 @@ def test_killed_member_is_noticed_within_a_second(cluster: Cluster, spawn, role,
     assert lost.wait(1)
 
 
+@pytest.mark.pain(53)
 def test_killed_leader_ends_recv_plan(cluster: Cluster, spawn) -> None:
     facts = make_facts()
     child = spawn("attn", 0, "127.0.0.1:0", facts, 60)
@@ -529,6 +557,7 @@ def test_killed_leader_ends_recv_plan(cluster: Cluster, spawn) -> None:
             waiting.result(1)
 
 
+@pytest.mark.pain(33, 59)
 def test_frozen_member_is_silent(cluster: Cluster, spawn) -> None:
     facts = make_facts()
     leader = cluster.leader(facts, peer_s=1.0)
@@ -541,6 +570,7 @@ def test_frozen_member_is_silent(cluster: Cluster, spawn) -> None:
         leader.publish(make_plan(0))
 
 
+@pytest.mark.pain(59)
 def test_frozen_leader_ends_recv_plan(cluster: Cluster, spawn) -> None:
     facts = make_facts()
     child = spawn("attn", 0, "127.0.0.1:0", facts, 1.0)
@@ -555,6 +585,7 @@ def test_frozen_leader_ends_recv_plan(cluster: Cluster, spawn) -> None:
     assert time.monotonic() - start < 3
 
 
+@pytest.mark.pain(50)
 def test_loading_may_be_silent_for_longer_than_the_peer_timeout(cluster: Cluster, spawn) -> None:
     facts = make_facts()
     leader = cluster.leader(facts, peer_s=0.5)

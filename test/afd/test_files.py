@@ -59,6 +59,7 @@ def test_a_living_servers_folder_is_kept(temporary):
     assert folder.path.exists()
 
 
+@pytest.mark.pain(57)
 def test_a_killed_servers_folder_is_removed_at_the_next_start(temporary):
     code = (
         "import os, sys, tempfile\n"

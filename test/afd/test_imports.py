@@ -24,6 +24,9 @@ FORBIDDEN = {
     "connector": {"attention", "ffn"},
     "attention": {"ffn"},
     "ffn": {"attention"},
+    "metrics": {"attention", "ffn", "status", "trace"},
+    "trace": {"attention", "ffn", "status"},
+    "status": {"attention", "ffn", "metrics", "trace"},
 }
 # Beside itself, the planner is known to the file that resolves "auto" rank counts with it.
 ASKS_PLANNER = {"planner", "auto_ranks.py"}

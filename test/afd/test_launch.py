@@ -19,6 +19,7 @@ def _args(**fields):
     return args
 
 
+@pytest.mark.pain(47)
 def test_chosen_address_stays_reserved_and_can_be_listened_on(monkeypatch):
     args = _args()
     launch.choose_address(args)

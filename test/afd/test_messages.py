@@ -24,6 +24,7 @@ from sglang.srt.disaggregation.afd.messages import (
     Refuse,
     StepPlan,
     Stop,
+    Trace,
     Welcome,
     decode,
     encode,
@@ -59,14 +60,17 @@ SAMPLES: tuple[Message, ...] = (
         checkpoint_bytes=1 << 34,
         tensors_read=18432,
         tensors_skipped=435,
+        device="cuda:0 NVIDIA H200",
     ),
     Failed(role="ffn", rank=0, text="out of memory"),
     Heartbeat(role="attn", rank=1, steps=100_000, rows=1 << 32),
     Stop(reason="server shutdown"),
+    Trace(on=True, folder="/tmp/trace"),
     StepPlan(step_id=7, mode="decode", microbatches=2, bucket=64, tokens=(120, 0), rounds=1),
 )
 
 
+@pytest.mark.pain(9)
 @pytest.mark.parametrize("message", SAMPLES, ids=lambda m: type(m).__name__)
 def test_golden_bytes(message: Message) -> None:
     """A changed golden file is a changed wire format: raise PROTOCOL with it."""
@@ -135,6 +139,7 @@ def test_constructor_checks_ranges(change: dict[str, object], words: str) -> Non
         msgspec.structs.replace(SAMPLES[-1], **change)
 
 
+@pytest.mark.pain(12)
 @pytest.mark.parametrize("field", Facts.__struct_fields__)
 def test_first_difference_names_field_and_values(field: str) -> None:
     assert first_difference(FACTS, FACTS) is None
@@ -160,6 +165,7 @@ plans = st.builds(
 )
 
 
+@pytest.mark.pain(9)
 @given(plans)
 def test_plan_round_trip(plan: StepPlan) -> None:
     assert decode(encode(plan)) == plan

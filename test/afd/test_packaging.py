@@ -99,6 +99,7 @@ def test_every_entry_point_exists() -> None:
     assert "def bootstrap(" in tree
 
 
+@pytest.mark.pain(63)
 def test_installs_beside_upstream_and_leaves_it_intact(wheel: Path, tmp_path: Path) -> None:
     """In a bare environment with SGLang's own files: install, find both, remove, compare."""
     venv.create(tmp_path / "env", with_pip=False)

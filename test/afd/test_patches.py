@@ -21,6 +21,7 @@ def upstream() -> Path:
     return Path(sglang.__file__).resolve().parent.parent
 
 
+@pytest.mark.pain(26)
 @pytest.mark.parametrize("row", patches.ROWS, ids=[row.target for row in patches.ROWS])
 def test_source_hash_is_that_of_the_pinned_wheel(row):
     assert patches.source_hash(row.target) == row.source_hash
@@ -37,6 +38,7 @@ def test_drift_report(upstream, tmp_path):
     assert other.stdout.count("missing") == len(patches.ROWS)
 
 
+@pytest.mark.pain(26)
 def test_changed_target_is_refused_by_name(monkeypatch):
     row = patches.ROWS[0]._replace(source_hash="0" * 16)
     with pytest.raises(PatchError, match=row.target):
@@ -48,6 +50,7 @@ def test_missing_target_is_refused_by_name():
         patches.source_hash("sglang.srt.plugins:nothing_here")
 
 
+@pytest.mark.pain(26)
 def test_other_upstream_version_is_refused(monkeypatch):
     monkeypatch.setattr(patches, "version", lambda name: "0.5.99")
     with pytest.raises(PatchError, match=r"sglang 0\.5\.99 is installed"):
@@ -71,6 +74,7 @@ print("VERIFIED")
 """
 
 
+@pytest.mark.pain(63)
 def test_no_hook_of_the_mode_is_in_force_while_it_is_off():
     done = subprocess.run(
         [sys.executable, "-c", OFF_SCRIPT], capture_output=True, text=True, check=False, timeout=200

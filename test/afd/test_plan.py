@@ -39,6 +39,7 @@ def test_slices_partition_the_rows(num_tokens, capacity, spare):
     assert sizes == sorted(sizes, reverse=True), "only later rounds may be short or empty"
 
 
+@pytest.mark.pain(40)
 @given(capacities, st.integers(1, 20), st.integers(1, 1000))
 def test_slices_never_truncate(capacity, rounds, excess):
     with pytest.raises(CapacityExceeded, match="too few rounds"):
@@ -61,6 +62,7 @@ def test_graph_step_has_one_round():
     assert (plan.rounds, plan.bucket) == (1, 64)
 
 
+@pytest.mark.pain(30)
 @pytest.mark.parametrize(
     ("tokens", "bucket", "words"),
     [
@@ -85,6 +87,7 @@ def test_idle_plan_still_has_a_round():
     assert make_plan(0, "idle", (0, 0), 64, 1, 0).rounds == 1
 
 
+@pytest.mark.pain(1)
 @given(
     tokens=st.lists(st.integers(0, 300), min_size=1, max_size=8),
     capacity=st.integers(1, 64),

@@ -11,6 +11,7 @@ from sglang.srt.disaggregation.afd import ports
 from sglang.srt.disaggregation.afd.errors import AFDConfigError
 
 
+@pytest.mark.pain(47)
 def test_held_port_is_refused_to_others_and_listened_on_by_its_owner():
     with ports.hold("127.0.0.1", 0, "--port") as held:
         port = held.getsockname()[1]

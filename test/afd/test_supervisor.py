@@ -74,6 +74,7 @@ def test_a_wanted_end_is_not_reported(lost):
     assert not event.wait(1.5)
 
 
+@pytest.mark.pain(55)
 def test_processes_known_by_pid_are_watched_too(lost):
     event, texts, on_loss = lost
     child = FakeProcess("import time; time.sleep(60)")
@@ -91,6 +92,7 @@ def test_processes_known_by_pid_are_watched_too(lost):
         keeper.kill()
 
 
+@pytest.mark.pain(36)
 def test_a_stopped_process_is_a_loss_after_the_limit(lost):
     event, texts, on_loss = lost
     process = FakeProcess("import time; time.sleep(60)")
@@ -132,3 +134,54 @@ def test_a_stopped_main_process_is_killed():
     while process.exitcode is None and time.monotonic() < deadline:
         time.sleep(0.1)
     assert process.exitcode == -signal.SIGKILL
+
+
+STUBBORN_SCRIPT = """
+import subprocess, sys
+import psutil
+from sglang.srt.disaggregation.afd import shutdown
+code = (
+    "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN)\\n"
+    "print(1, flush=True); time.sleep(60)"
+)
+child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+child.stdout.readline()
+child.terminate()
+assert psutil.pid_exists(child.pid)
+shutdown.kill_children()
+print("CHILD GONE", not psutil.pid_exists(child.pid))
+"""
+
+
+@pytest.mark.pain(61)
+def test_a_child_that_ignores_sigterm_ends_too():
+    """In a process of its own, since all children of it are ended."""
+    done = subprocess.run(
+        [sys.executable, "-c", STUBBORN_SCRIPT],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert "CHILD GONE True" in done.stdout, done.stderr[-2000:]
+
+
+@pytest.mark.pain(61)
+def test_a_pid_that_was_given_to_another_process_is_a_loss(lost, monkeypatch):
+    event, texts, on_loss = lost
+    process = FakeProcess("import time; time.sleep(60)")
+    keeper = FakeProcess("import time; time.sleep(60)")
+    try:
+        supervisor = Supervisor(on_loss, STOPPED_LIMIT_S)
+        supervisor.add("keeper", keeper)
+        supervisor.add_pids("attention process", [process.pid])
+        (known,) = supervisor._others.values()
+        supervisor.start()
+        assert not event.wait(1)
+        # As if it had ended and its pid been given away between two looks.
+        monkeypatch.setattr(known, "_ident", (process.pid, 0.0))
+        assert event.wait(5)
+        assert texts == [f"attention process {process.pid} is gone"]
+    finally:
+        process.kill()
+        keeper.kill()

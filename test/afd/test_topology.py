@@ -47,6 +47,7 @@ def test_dummy_slots_are_never_selected(topology):
     assert max(slots) < topology.world_size * topology.slots_per_rank
 
 
+@pytest.mark.pain(5)
 @given(topologies())
 def test_every_rank_has_one_name(topology):
     names = [topology.rank_name(rank) for rank in range(topology.world_size)]
@@ -61,6 +62,7 @@ def test_every_rank_has_one_name(topology):
             topology.expert_range(outside)
 
 
+@pytest.mark.pain(66)
 @pytest.mark.parametrize("sizes", [(0, 1, 1), (1, 0, 1), (1, 1, 0), (1, 3, 2)])
 def test_impossible_sizes_are_refused(sizes):
     with pytest.raises(ValueError):

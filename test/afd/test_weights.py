@@ -50,6 +50,7 @@ def test_other_names(name):
     assert weights.wanted_by_attention(name)
 
 
+@pytest.mark.pain(62)
 @pytest.mark.parametrize("ffn_ranks", [1, 2, 3, 5, 8])
 def test_roles_partition_the_checkpoint(ffn_ranks):
     topology = Topology(2, ffn_ranks, 8)
@@ -73,6 +74,7 @@ def checkpoint(tmp_path):
     return tmp_path
 
 
+@pytest.mark.pain(62)
 def test_only_wanted_tensors_are_read(checkpoint, monkeypatch):
     monkeypatch.setattr(weights, "_report", weights.LoadReport())
     files = [str(path) for path in checkpoint.glob("*.safetensors")]

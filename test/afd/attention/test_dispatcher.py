@@ -106,6 +106,7 @@ def expected(hidden, routed, layer):
     return hidden * factor.sum(1, keepdim=True)
 
 
+@pytest.mark.pain(13)
 @pytest.mark.parametrize("tokens", [1, 7, 8, 9, 16, 33])
 def test_tokens_beyond_the_capacity_go_in_rounds(rig, tokens):
     dispatchers, finish = rig(tokens)
@@ -119,6 +120,7 @@ def test_tokens_beyond_the_capacity_go_in_rounds(rig, tokens):
     assert attn_counted == [tokens]
 
 
+@pytest.mark.pain(7, 15)
 @pytest.mark.parametrize("split", [0, 1, 5, 11])
 def test_two_microbatches_interleave(rig, split):
     dispatchers, finish = rig(11, microbatches=2)
@@ -135,6 +137,7 @@ def test_two_microbatches_interleave(rig, split):
     assert finish()[0] == [(1, 11)]
 
 
+@pytest.mark.pain(21)
 def test_padded_hidden_states_without_routing_are_masked(rig):
     """An idle microbatch under two-batch overlap: hidden states padded, no top-k rows."""
     dispatchers, finish = rig(5)

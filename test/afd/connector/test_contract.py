@@ -12,6 +12,7 @@ from sglang.srt.disaggregation.afd.connector.loopback import LoopbackAttn, Loopb
 SIZES = (1, 2, 3, 4, 8)
 
 
+@pytest.mark.pain(1, 2, 14, 40, 66, 74)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("num_ffn", SIZES)
 @pytest.mark.parametrize("num_attn", SIZES)
@@ -79,6 +80,7 @@ class _Truncates(LoopbackAttn):
         )
 
 
+@pytest.mark.pain(40)
 @pytest.mark.parametrize(
     ("broken", "complaint"),
     [

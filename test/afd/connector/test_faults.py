@@ -24,6 +24,7 @@ def _spec(num_attn: int = 1, num_ffn: int = 1, timeout_s: float = 60):
     return contract.make_spec(num_attn, num_ffn, torch.float32, timeout_s)
 
 
+@pytest.mark.pain(33, 59)
 @NAMES
 def test_attn_names_a_stalled_ffn_rank(run_link, name):
     attn, _ = run_link(name, _spec(timeout_s=1.5), faults.timed(faults.round_trip), faults.stall)
@@ -35,6 +36,7 @@ def test_attn_names_a_stalled_ffn_rank(run_link, name):
     assert 1.4 < seconds < SOON_S
 
 
+@pytest.mark.pain(33, 59)
 @NAMES
 def test_ffn_names_a_stalled_attn_rank(run_link, name):
     spec = _spec(num_attn=2, timeout_s=1.5)
@@ -47,6 +49,7 @@ def test_ffn_names_a_stalled_attn_rank(run_link, name):
         assert word in str(error)
 
 
+@pytest.mark.pain(59)
 @NAMES
 def test_attn_notices_a_closed_ffn_rank(run_link, name):
     (error, seconds), _ = run_link(name, _spec(), faults.timed(faults.round_trip), faults.leave)
@@ -55,6 +58,7 @@ def test_attn_notices_a_closed_ffn_rank(run_link, name):
     assert seconds < SOON_S
 
 
+@pytest.mark.pain(59)
 @NAMES
 def test_ffn_notices_a_closed_attn_rank(run_link, name):
     _, (error, seconds) = run_link(name, _spec(), faults.leave, faults.timed(faults.serve))
@@ -63,6 +67,7 @@ def test_ffn_notices_a_closed_attn_rank(run_link, name):
     assert seconds < SOON_S
 
 
+@pytest.mark.pain(59)
 @NAMES
 def test_a_failure_reaches_ranks_that_wait_for_somebody_else(run_link, name):
     """attn 0 waits for ffn 0, which waits for attn 1, which has left."""
@@ -78,6 +83,7 @@ def test_what_was_sent_before_a_close_arrives(run_link, name):
     harness.raise_first(run_link(name, _spec(2, 2), *[faults.round_trip] * 2, *[faults.serve] * 2))
 
 
+@pytest.mark.pain(22)
 @NAMES
 @pytest.mark.parametrize(
     "stale",
@@ -101,6 +107,7 @@ def test_another_plan_is_refused(run_link, name, stale: Transfer):
     assert seconds < SOON_S
 
 
+@pytest.mark.pain(59)
 @pytest.mark.parametrize("victim", [0, 1], ids=["attn", "ffn"])
 def test_gloo_notices_a_killed_peer(victim):
     pool = harness.ProcessPool(num_ranks=2)
@@ -128,6 +135,7 @@ def test_gloo_failure_is_final(run_link):
     assert errors[0] == errors[1]
 
 
+@pytest.mark.pain(40)
 def test_gloo_ffn_refuses_more_rows_than_agreed(pool):
     """An attention rank with another idea of the capacity cannot make an FFN rank allocate."""
     rendezvous = harness.new_rendezvous()
@@ -142,6 +150,7 @@ def test_gloo_ffn_refuses_more_rows_than_agreed(pool):
     assert isinstance(lost, PeerLost)
 
 
+@pytest.mark.pain(41)
 @pytest.mark.parametrize("missing", [0, 1], ids=["attn", "ffn"])
 def test_gloo_names_the_address_when_a_rank_never_comes(pool, missing):
     rendezvous = harness.new_rendezvous(timeout_s=1)

@@ -32,6 +32,7 @@ def test_contract_with_tokens_in_a_message_of_their_own(pool, dtype):
     harness.raise_first(pool.results(spec.topology.world_size))
 
 
+@pytest.mark.pain(45, 51)
 def test_a_loopback_store_pins_the_loopback_interface(monkeypatch, caplog):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-interface")
     with caplog.at_level(logging.INFO, logger=gloo_link.__name__):
@@ -40,6 +41,7 @@ def test_a_loopback_store_pins_the_loopback_interface(monkeypatch, caplog):
     assert "no-such-interface" not in caplog.text
 
 
+@pytest.mark.pain(51)
 def test_an_interface_that_does_not_exist_is_named(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-interface")
     monkeypatch.setattr(gloo_link, "_local_address", lambda rendezvous: "192.0.2.1")
@@ -47,16 +49,19 @@ def test_an_interface_that_does_not_exist_is_named(monkeypatch):
         gloo_link._listen("attn 0", _rendezvous("192.0.2.2"))
 
 
+@pytest.mark.pain(41)
 def test_a_store_on_a_foreign_host_is_refused():
     with pytest.raises(AFDConfigError, match="--afd-bootstrap-addr names host 192.0.2.1"):
         host_store("192.0.2.1", timeout_s=1)
 
 
+@pytest.mark.pain(41)
 def test_an_unknown_host_is_named():
     with pytest.raises(AFDConfigError, match="--afd-bootstrap-addr nowhere.invalid"):
         gloo_link._local_address(_rendezvous("nowhere.invalid"))
 
 
+@pytest.mark.pain(11)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("num_rows", [0, 1, 3])
 def test_a_message_holds_its_three_parts_side_by_side(dtype, num_rows):

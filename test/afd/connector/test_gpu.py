@@ -94,12 +94,14 @@ def gpus() -> Callable[[int], None]:
 SIZES = [(1, 1), (2, 1), (1, 2), (2, 2), (3, 1)]
 
 
+@pytest.mark.pain(35, 40)
 @pytest.mark.parametrize(("num_attn", "num_ffn"), SIZES, ids=[f"{m}A{n}F" for m, n in SIZES])
 def test_nccl(gpus, num_attn, num_ffn):
     gpus(num_attn + num_ffn)
     _play_everywhere("nccl", gpu_cases.make_spec(num_attn, num_ffn))
 
 
+@pytest.mark.pain(35, 40)
 @pytest.mark.parametrize(("num_attn", "num_ffn"), SIZES, ids=[f"{m}A{n}F" for m, n in SIZES])
 def test_deepep(gpus, num_attn, num_ffn):
     """BF16 and then FP8 in the same processes, so it also builds a link twice."""

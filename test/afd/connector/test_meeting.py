@@ -32,6 +32,7 @@ def test_all_ranks_get_all_values():
     assert results == [([b"rank 0", b"rank 1", b"rank 2"], [b"\0\0", b"\0\1", b"\0\2"])] * 3
 
 
+@pytest.mark.pain(33)
 def test_a_missing_rank_is_named():
     rendezvous = harness.new_rendezvous(timeout_s=1)
     results = harness.run_threads([partial(_meet, rendezvous, rank) for rank in (0, 1)])
@@ -65,6 +66,7 @@ SPEC = LinkSpec(
 )
 
 
+@pytest.mark.pain(30)
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [

@@ -40,6 +40,7 @@ def test_a_reserved_name_is_refused():
     )
 
 
+@pytest.mark.pain(51)
 def test_a_missing_package_is_named(installed):
     with pytest.raises(AFDConfigError) as refusal:
         registry.info("deepep")
@@ -58,6 +59,7 @@ def test_an_unknown_name_is_refused():
         registry.info("ucx")
 
 
+@pytest.mark.pain(44)
 def test_auto(installed):
     installed.add("deep_ep")
     assert registry.resolve_auto("cpu") == "gloo"

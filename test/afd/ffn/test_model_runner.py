@@ -57,6 +57,7 @@ def model(tmp_path_factory):
     return tiny_model(tmp_path_factory.mktemp("ffn") / "tiny", num_experts=7)
 
 
+@pytest.mark.pain(62)
 @pytest.mark.parametrize(("ffn_ranks", "rank"), [(1, 0), (3, 1)])
 def test_share_of_an_ffn_rank(model, ffn_ranks, rank):
     command = [sys.executable, "-c", SCRIPT, str(model), str(ffn_ranks), str(rank)]

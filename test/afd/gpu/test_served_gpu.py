@@ -91,6 +91,7 @@ def logprobs(answer: dict) -> list[float]:
     return [entry[0] for entry in answer["meta_info"]["input_token_logprobs"][1:]]
 
 
+@pytest.mark.pain(6, 18, 76)
 @pytest.mark.parametrize("case", AVAILABLE)
 def test_colocated_sequences_score_the_same(run, case):
     expected, colocated, _, _ = run(*GRAPH)
@@ -113,6 +114,7 @@ def test_colocated_sequences_score_the_same(run, case):
     assert sum(tokens) > 0.9 * len(tokens)
 
 
+@pytest.mark.pain(27, 46)
 @pytest.mark.parametrize("case", AVAILABLE)
 def test_every_rank_worked(run, case):
     _, _, info, log = run(*CASES[case])

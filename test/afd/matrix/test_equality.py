@@ -53,7 +53,7 @@ def outcome(request, zygote, model, reference, matrix_folder):
     return Outcome(case, expected, answers, scores, state, plans(log))
 
 
-@pytest.mark.pain(7, 66, 72)
+@pytest.mark.pain(7, 66)
 def test_scores_of_given_sequences_are_equal(outcome, request):
     if outcome.case.dtype == "bfloat16":
         theirs = mean_distance(outcome.reference.scores, request.getfixturevalue("bfloat16_scores"))
@@ -66,7 +66,7 @@ def test_scores_of_given_sequences_are_equal(outcome, request):
     result.check()
 
 
-@pytest.mark.pain(1, 2, 7, 14, 15, 16, 17, 66, 72)
+@pytest.mark.pain(1, 2, 7, 14, 15, 16, 17, 21, 25, 66, 74)
 @pytest.mark.parametrize("name", PATTERNS)
 def test_generated_tokens_are_equal(outcome, name):
     if outcome.case.dtype == "bfloat16":  # tokens part after a near-tie: all must end, no more

@@ -156,6 +156,7 @@ BAD = [
 ]  # fmt: skip
 
 
+@pytest.mark.pain(73)
 @pytest.mark.parametrize(("arguments", "text"), BAD, ids=[text for _, text in BAD])
 def test_mistakes_are_one_line_and_exit_code_2(capsys, arguments, text):
     assert cli.main(arguments) == 2

@@ -111,6 +111,7 @@ def test_held_out_hidden_sizes(connector):
         assert near(found.start + size * found.slope, time, 0.12)
 
 
+@pytest.mark.pain(73)
 def test_one_point_cannot_give_a_line():
     for points in ([(1.0, 1.0)], [(1.0, 1.0), (1.0, 2.0)], []):
         with pytest.raises(AFDConfigError, match="one point cannot separate latency"):

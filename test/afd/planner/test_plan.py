@@ -36,6 +36,7 @@ def test_afd_is_advised_where_it_wins():
     assert "--model-path Qwen/Q" in text
 
 
+@pytest.mark.pain(77)
 def test_dont_when_colocated_wins():
     made = make(machine="h200", gpus=8, context=8192)
     text = report.plan_text(made, "m")
@@ -46,6 +47,7 @@ def test_dont_when_colocated_wins():
     assert text.index("--moe-a2a-backend deepep") < text.index("--disaggregation-mode afd")
 
 
+@pytest.mark.pain(77)
 def test_dont_when_the_model_fits_one_gpu():
     """Even with a link that costs nothing."""
     free = {"nccl.round_trip_us": 0, "nccl.rank_us": 0, "nccl.link_share": 1}
@@ -136,6 +138,7 @@ def test_one_host_is_one_command_and_several_are_two():
     assert "--afd-role ffn --afd-bootstrap-addr HOST0:20000" in ffn
 
 
+@pytest.mark.pain(71)
 def test_memory_fraction_holds_weights_and_kv():
     made = make(machine="h200", gpus=8, context=8192)
     (text,) = command.launch(made.best, made.cost.hardware, "m")

@@ -84,6 +84,7 @@ def test_error_has_a_column(tmp_path):
     assert "rows with overlap: 2; within 5%: 2; within 2%: 1" in lines[-1]
 
 
+@pytest.mark.pain(67)
 def test_failed_gates_are_not_compared(tmp_path):
     good = row("nccl", 96, true_ms(96, 2), m=2)
     bad = row("nccl", 32, 1, m=2, gate="fail")
@@ -119,6 +120,7 @@ BAD = [
 ]
 
 
+@pytest.mark.pain(73)
 @pytest.mark.parametrize(("rows", "text"), BAD, ids=[text for _, text in BAD])
 def test_bad_rows(tmp_path, rows, text):
     with pytest.raises(AFDConfigError) as caught:
@@ -127,6 +129,7 @@ def test_bad_rows(tmp_path, rows, text):
     assert "synthetic.json" in str(caught.value) or "point" in text or "larger" in text
 
 
+@pytest.mark.pain(73)
 def test_unknown_key_of_the_file(tmp_path):
     with pytest.raises(AFDConfigError, match="unknown key 'host'"):
         results.load(write(tmp_path, [null(16)], host="x"))

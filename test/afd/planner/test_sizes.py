@@ -252,6 +252,7 @@ BAD_MACHINES = [
 ]
 
 
+@pytest.mark.pain(73)
 @pytest.mark.parametrize(("content", "text"), BAD_MACHINES, ids=[text for _, text in BAD_MACHINES])
 def test_bad_hardware_files(tmp_path, content, text):
     with pytest.raises(AFDConfigError) as caught:

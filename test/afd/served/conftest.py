@@ -38,13 +38,13 @@ def model_path(workspace: Path, zygote: Zygote) -> Callable[[str], Path]:
 def serve(
     workspace: Path, model_path: Callable[[str], Path], zygote: Zygote
 ) -> Iterator[Callable[..., Server]]:
-    """Starts a server of a model with flags, forked from the zygote; ended with the session."""
+    """Starts a server of a model (its name, or a folder) with flags, forked from the zygote; ended
+    with the session at the latest."""
     started: list[Server] = []
 
-    def get(model: str, *flags: str, log: str, **options: Any) -> Server:
-        server = Server(
-            workspace / f"{log}.log", model_path(model), *flags, **{"zygote": zygote, **options}
-        )
+    def get(model: str | Path, *flags: str, log: str, **options: Any) -> Server:
+        folder = model if isinstance(model, Path) else model_path(model)
+        server = Server(workspace / f"{log}.log", folder, *flags, **{"zygote": zygote, **options})
         started.append(server)
         return server
 

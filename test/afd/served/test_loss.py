@@ -127,18 +127,20 @@ def case_id(case: tuple[str, int, str]) -> str:
     return f"{case[0]}-{signal.Signals(case[1]).name}-{case[2]}"
 
 
-@pytest.mark.pain(3, 4, 5)
+@pytest.mark.pain(36, 53, 55, 56, 57, 59)
 @pytest.mark.parametrize("case", KILLS + STOPS, ids=case_id)
 def test_a_lost_process_ends_the_server(server, temporary, case):
     check_loss(server, temporary, *case)
 
 
+@pytest.mark.pain(53, 55, 59)
 @pytest.mark.long
 @pytest.mark.parametrize("case", REST, ids=case_id)
 def test_a_lost_process_ends_the_server_long(server, temporary, case):
     check_loss(server, temporary, *case)
 
 
+@pytest.mark.pain(60)
 @pytest.mark.parametrize("count", [0, 100])
 def test_sigterm_ends_with_answers_and_exit_code_zero(server, temporary, count):
     with ThreadPoolExecutor(max(1, count)) as pool:
@@ -159,6 +161,7 @@ def test_sigterm_ends_with_answers_and_exit_code_zero(server, temporary, count):
     assert not remains(server, temporary)
 
 
+@pytest.mark.pain(58)
 def test_out_of_memory_on_an_ffn_rank_reaches_the_client_side(serve):
     server = serve("tiny", *FLAGS, log="oom", faults=("out_of_memory_after_warmup",))
     answer = Answer(server.url, max_tokens=64)

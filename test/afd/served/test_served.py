@@ -49,6 +49,7 @@ def pair(request, record_of):
     return record_of(case[0]), record_of(*case)
 
 
+@pytest.mark.pain(63)
 def test_completions_are_equal(pair):
     colocated, afd = pair
     assert len(afd.completions) == NUM_PROMPTS
@@ -72,6 +73,7 @@ def test_answers_are_not_trivial(pair):
     assert len(set(afd.completions)) > NUM_PROMPTS // 2
 
 
+@pytest.mark.pain(62)
 def test_each_role_read_and_holds_only_its_tensors(pair, request, model_path):
     _, afd = pair
     case = request.node.callspec.params["pair"]
@@ -94,6 +96,7 @@ def test_each_role_read_and_holds_only_its_tensors(pair, request, model_path):
         assert rank["param_bytes"] == 4 * largest * next(iter(experts.values())).numel
 
 
+@pytest.mark.pain(8, 46)
 def test_every_rank_worked_and_counters_agree(pair):
     _, afd = pair
     ffn = afd.info[0]["ffn"]

@@ -111,6 +111,13 @@ FLAGS = (
         "Seconds that open requests may take to end after SIGTERM; later they get an error.",
     ),
     Flag(
+        "--afd-ffn-metrics-port",
+        int,
+        0,
+        "FFN rank r answers /health and /metrics (Prometheus) on this port + r of --host; 0 is off. "
+        "Attention ranks are in the API's /metrics under --enable-metrics.",
+    ),
+    Flag(
         "--afd-allow-untested",
         bool,
         False,
@@ -256,6 +263,8 @@ def check_limits(args: AFDServerArgs) -> None:
     for name, reason in (
         (envs.RUST_SERVER, "the Rust server starts its own processes"),
         (envs.SKIP_ALL_GATHER, "ranks would not know each other's token counts"),
+        (envs.SIMULATE_UNIFORM, "answers would be wrong, and measurements too good"),
+        (envs.SIMULATE_ROUND_ROBIN, "answers would be wrong, and measurements too good"),
     ):
         if envs.flag(name):
             raise AFDConfigError(
@@ -280,6 +289,12 @@ def build(args: AFDServerArgs) -> AFDConfig:
         raise AFDConfigError(f"--afd-drain-timeout {args.afd_drain_timeout} must be at least 0")
     if args.afd_max_tokens_per_rank is not None:
         _positive("--afd-max-tokens-per-rank", args.afd_max_tokens_per_rank)
+    last_port = args.afd_ffn_metrics_port + args.afd_ffn_ranks - 1
+    if args.afd_ffn_metrics_port and not 0 < args.afd_ffn_metrics_port <= last_port < 65536:
+        raise AFDConfigError(
+            f"--afd-ffn-metrics-port {args.afd_ffn_metrics_port} must be 0, or leave a port below "
+            f"65536 for each of {args.afd_ffn_ranks} FFN ranks"
+        )
     _one_of("--afd-role", args.afd_role, ROLES)
     _one_of("--afd-microbatches", str(args.afd_microbatches), MICROBATCHES)
     _one_of("--afd-connector", args.afd_connector, ("auto", *registry.names()))

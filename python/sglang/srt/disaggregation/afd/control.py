@@ -36,6 +36,7 @@ from sglang.srt.disaggregation.afd.messages import (
     Refuse,
     StepPlan,
     Stop,
+    Trace,
     Welcome,
     decode,
     encode,
@@ -54,6 +55,8 @@ class PeerStatus(NamedTuple):
     ready: Ready | None
     heartbeat: Heartbeat | None  # the last one
     silent_s: float  # since its last message; 0 before the first
+    pid: int  # 0 before it said hello
+    host: str
 
 
 @dataclass
@@ -177,9 +180,24 @@ class LeaderControl(Channel):
         """All members: attention ranks, then FFN ranks, in rank order."""
         now = time.monotonic()
         return tuple(
-            PeerStatus(p.name, p.ready, p.heartbeat, now - p.last_seen if p.last_seen else 0.0)
+            PeerStatus(
+                name=p.name,
+                ready=p.ready,
+                heartbeat=p.heartbeat,
+                silent_s=now - p.last_seen if p.last_seen else 0.0,
+                pid=p.hello.pid if p.hello else 0,
+                host=p.hello.host if p.hello else "",
+            )
             for p in self._peers.values()
         )
+
+    def trace(self, message: Trace) -> None:
+        """Tell all members that a trace begins or ends."""
+        self._post(self._send_to_all, message)
+
+    def silences(self) -> dict[str, float]:
+        """Seconds since the last sign of life of each member, by name."""
+        return {peer.name: peer.silent_s for peer in self.peers()}
 
     def stop(self, reason: str) -> None:
         """Tell all members to stop, then close; an FFN rank gets it behind its last plan."""

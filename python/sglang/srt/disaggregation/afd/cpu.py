@@ -94,7 +94,7 @@ def _complete_torch() -> None:
     if _torch_library is not None:
         return
     if not hasattr(torch.cpu, "device"):
-        torch.cpu.device = contextlib.nullcontext  # type: ignore[attr-defined]
+        torch.cpu.device = contextlib.nullcontext
     _torch_library = torch.library.Library("aten", "IMPL")
     _torch_library.impl("mm.dtype", _mm_with_dtype, "CPU")
 
@@ -211,6 +211,20 @@ def select_experts(orig: Any, *args: Any, **kwargs: Any) -> Any:
     if num_real is not None:
         output.topk_ids[int(num_real) :] = -1
     return output
+
+
+def token_bitmask(vocab_size: int, batch_size: int) -> torch.Tensor:
+    """REPLACE `_allocate_token_bitmask`: all tokens allowed, [B, V / 32], not pinned."""
+    from xgrammar import allocate_token_bitmask
+
+    return allocate_token_bitmask(batch_size, vocab_size)
+
+
+def apply_token_bitmask(self: Any, logits: torch.Tensor, vocab_mask: torch.Tensor) -> None:
+    """REPLACE `XGrammarGrammar.apply_vocab_mask`: -inf for forbidden tokens, logits [B, V]."""
+    from xgrammar import apply_token_bitmask_inplace
+
+    apply_token_bitmask_inplace(logits, vocab_mask, backend="cpu")
 
 
 def controller_loop(self: Any) -> None:

@@ -123,16 +123,16 @@ def chunk_gated_delta_rule_cpu(
 
 
 def fused_sigmoid_gating_delta_rule_update_cpu(
-    A_log: torch.Tensor,
-    dt_bias: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    A_log: torch.Tensor,  # [G]
+    dt_bias: torch.Tensor,  # [G] or [G * K]
+    q: torch.Tensor,  # [1, T, H, K]
+    k: torch.Tensor,  # [1, T, H, K]
+    v: torch.Tensor,  # [1, T, G, V]
     a: torch.Tensor,
-    b: torch.Tensor,
+    b: torch.Tensor,  # [T, G]
     initial_state_source: torch.Tensor,
-    initial_state_indices: torch.Tensor,
-    cu_seqlens: torch.Tensor,
+    initial_state_indices: torch.Tensor,  # [B]
+    cu_seqlens: torch.Tensor,  # [B + 1]
     use_qk_l2norm_in_kernel: bool = True,
     softplus_beta: float = 1.0,
     softplus_threshold: float = 20.0,
@@ -249,10 +249,10 @@ def fused_sigmoid_mul_cpu(
 
 
 def fused_qk_gemma_rmsnorm_cpu(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    q_weight: torch.Tensor,
-    k_weight: torch.Tensor,
+    q: torch.Tensor,  # [T, heads * head_dim]
+    k: torch.Tensor,  # [T, heads * head_dim]
+    q_weight: torch.Tensor,  # [head_dim]
+    k_weight: torch.Tensor,  # [head_dim]
     eps: float,
     head_dim: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -264,10 +264,10 @@ def fused_qk_gemma_rmsnorm_cpu(
 
 
 def fused_qk_gemma_rmsnorm_with_gate_cpu(
-    q_gate: torch.Tensor,
-    k: torch.Tensor,
-    q_weight: torch.Tensor,
-    k_weight: torch.Tensor,
+    q_gate: torch.Tensor,  # [T, heads * 2 * head_dim]
+    k: torch.Tensor,  # [T, heads * head_dim]
+    q_weight: torch.Tensor,  # [head_dim]
+    k_weight: torch.Tensor,  # [head_dim]
     eps: float,
     head_dim: int,
     num_heads: int,
@@ -275,7 +275,7 @@ def fused_qk_gemma_rmsnorm_with_gate_cpu(
     """The same for queries that come with a gate of their size behind each head."""
     query, gate = q_gate.reshape(-1, num_heads, 2 * head_dim).chunk(2, dim=-1)
     q, k = fused_qk_gemma_rmsnorm_cpu(query, k, q_weight, k_weight, eps, head_dim)
-    return q, k, gate.reshape(-1, head_dim)
+    return q, k, gate.reshape(-1, head_dim).contiguous()
 
 
 def _gemma_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

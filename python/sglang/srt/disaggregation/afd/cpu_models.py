@@ -29,11 +29,11 @@ def sum_of_squares(x1: torch.Tensor, x2: torch.Tensor) -> torch.Tensor:
 
 
 def apply_rms(
-    x1: torch.Tensor,
-    x2: torch.Tensor,
-    w1: torch.Tensor,
-    w2: torch.Tensor,
-    sum_sq: torch.Tensor,
+    x1: torch.Tensor,  # [T, D1]
+    x2: torch.Tensor,  # [T, D2]
+    w1: torch.Tensor,  # [D1]
+    w2: torch.Tensor,  # [D2]
+    sum_sq: torch.Tensor,  # [2 T]
     tp_world: int = 1,
     eps: float = 1e-5,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -74,13 +74,12 @@ def gated_norm(
     """AROUND `forward` of the two gated RMS norms of linear attention, whose kernels are Triton."""
     plain = (
         x.device.type == "cpu"
-        and z is not None
         and not any(value is not None and value is not False for value in kwargs.values())
         and getattr(self, "group_size", None) is None
         and getattr(self, "norm_before_gate", True)
         and self.bias is None
     )
-    if not plain:
+    if not plain or z is None:
         return orig(self, x, z, **kwargs)
     gate = torch.sigmoid if self.activation == "sigmoid" else F.silu
     value = x.float()

@@ -15,8 +15,12 @@ CPU_THREADS_BIND = "SGLANG_CPU_OMP_THREADS_BIND"
 RUST_SERVER = "SGLANG_RUST_SERVER"
 SKIP_ALL_GATHER = "SGLANG_SCHEDULER_SKIP_ALL_GATHER"
 OMP_WAIT_POLICY = "OMP_WAIT_POLICY"
+SIMULATE_UNIFORM = "SGLANG_SIMULATE_UNIFORM_EXPERTS"
+SIMULATE_ROUND_ROBIN = "SGLANG_SIMULATE_ROUND_ROBIN_EXPERTS"
+AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 MESSAGE_QUEUE_BROADCASTER = "SGLANG_USE_MESSAGE_QUEUE_BROADCASTER"
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+PROMETHEUS_FOLDER = "PROMETHEUS_MULTIPROC_DIR"
 LOG_PLANS = "SGLANG_AFD_LOG_PLANS"
 
 _TRUE = frozenset({"1", "true", "yes", "on"})
@@ -43,6 +47,16 @@ def text(name: str) -> str:
 def set_default(name: str, value: str) -> None:
     """Give an upstream variable a value, for this process and its children, if it has none."""
     os.environ.setdefault(name, value)
+
+
+def forget(name: str) -> None:
+    """Remove a variable from this process."""
+    os.environ.pop(name, None)
+
+
+def drop(name: str) -> None:
+    """Take a variable out of this process and its children."""
+    os.environ.pop(name, None)
 
 
 def usable_cores() -> list[int]:

@@ -66,9 +66,25 @@ def _init_local(orig: Any, bound: inspect.BoundArguments, server_args: Any) -> N
         e - owned.start if e in owned else -1
     )
     module.afd_num_experts = num_experts
+    module.afd_owned = owned
+    # The attention rank does it, see RemoteDispatcher.
+    module.moe_runner_config.apply_router_weight_on_input = False
     # Rows that pad a batch carry no expert; "all experts are local" would let upstream skip the
     # check for such entries.
     module.moe_runner_config.num_experts = None
+
+
+def load_fused(
+    orig: Any, self: Any, param: Any, loaded_weight: torch.Tensor, *args: Any, **kwargs: Any
+) -> None:
+    """AROUND `FusedMoE.weight_loader_fused`: it copies the experts of a checkpoint's tensor, all of
+    them, where an FFN rank has slots for its own."""
+    owned = getattr(self, "afd_owned", None)
+    if owned is not None:
+        own = loaded_weight[owned.start : owned.stop]
+        empty = param.shape[0] - len(owned)
+        loaded_weight = torch.cat((own, own.new_zeros(empty, *own.shape[1:]))) if empty else own
+    orig(self, param, loaded_weight, *args, **kwargs)
 
 
 def create_dispatcher(orig: Any, moe_runner_config: Any) -> Any:
@@ -79,6 +95,12 @@ def create_dispatcher(orig: Any, moe_runner_config: Any) -> Any:
     from sglang.srt.disaggregation.afd.attention.dispatcher import RemoteDispatcher
 
     return RemoteDispatcher(moe_runner_config)
+
+
+def no_deepep(orig: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+    """AROUND `DeepEPDispatcher.__init__`: some models make one of their own, and never call it."""
+    if _server_args() is None:
+        orig(self, *args, **kwargs)
 
 
 def impl_class(orig: Any, quant_config: Any) -> Any:

@@ -109,6 +109,7 @@ def rank_row(ready: Ready, moe_layers: int) -> dict[str, Any]:
         "tensors_read": ready.tensors_read,
         "tensors_skipped": ready.tensors_skipped,
         "moe_layers": moe_layers,
+        "device": ready.device,
     }
 
 

@@ -17,6 +17,8 @@ from typing import Any, Literal
 
 from sglang.srt.disaggregation.afd import envs, files, ports, shutdown
 from sglang.srt.disaggregation.afd.errors import AFDConfigError
+from sglang.srt.disaggregation.afd.metrics import exporter
+from sglang.srt.disaggregation.afd.status import routes
 from sglang.srt.disaggregation.afd.supervisor import Supervisor
 
 logger = logging.getLogger(__name__)
@@ -25,6 +27,7 @@ _START_METHOD: Literal["spawn", "fork"] = "spawn"
 
 
 _held: list[socket.socket] = []
+_metrics_ports: dict[int, socket.socket] = {}
 
 
 def start_ffn_ranks(server_args: Any, ranks: range) -> list[BaseProcess]:
@@ -37,6 +40,7 @@ def start_ffn_ranks(server_args: Any, ranks: range) -> list[BaseProcess]:
     context: Any = multiprocessing.get_context(_START_METHOD)
     first = server_args.afd_attn_ranks if server_args.afd_role == "all" else 0
     processes: list[BaseProcess] = []
+    hold_metrics_ports(server_args, ranks)
     for rank in ranks:
         gpu_id = server_args.base_gpu_id + (first + rank - ranks.start) * server_args.gpu_id_step
         process = context.Process(
@@ -48,6 +52,18 @@ def start_ffn_ranks(server_args: Any, ranks: range) -> list[BaseProcess]:
         processes.append(process)
         logger.info("AFD FFN rank %d: pid %d", rank, process.pid)
     return processes
+
+
+def hold_metrics_ports(server_args: Any, ranks: range) -> None:
+    """Hold the port of each of these FFN ranks until it listens. A second call does nothing.
+
+    Raises:
+        AFDConfigError: somebody has one of them.
+    """
+    first = server_args.afd_ffn_metrics_port
+    for port in (first + rank for rank in ranks) if first else ():
+        if port not in _metrics_ports:
+            _metrics_ports[port] = ports.hold(server_args.host, port, exporter.FLAG)
 
 
 def local_ffn_ranks(server_args: Any) -> range:
@@ -114,7 +130,11 @@ def launch_processes(
     upstream_wait = result.wait_for_ready
 
     def wait_for_ready() -> None:
-        upstream_wait()
+        try:
+            upstream_wait()
+        except Exception as error:  # noqa: BLE001 - a rank died, and has said why in the log
+            logger.error("AFD: %s", error)
+            shutdown.end_everything("a rank ended while it was loading")
         supervisor.add_pids("attention process", result.all_child_pids)
 
     result.wait_for_ready = wait_for_ready
@@ -130,9 +150,17 @@ def launch_server(orig: Any, server_args: Any, *args: Any, **kwargs: Any) -> Any
     """
     if not server_args.afd_enabled:
         return orig(server_args, *args, **kwargs)
-    if server_args.afd_role == "ffn":
-        sys.exit(run_ffn_pool(server_args))
-    _held.append(ports.hold(server_args.host, server_args.port, "--port"))
+    try:
+        if server_args.afd_role != "attn":
+            hold_metrics_ports(server_args, local_ffn_ranks(server_args))
+        if server_args.afd_role == "ffn":
+            sys.exit(run_ffn_pool(server_args))
+        _held.append(ports.hold(server_args.host, server_args.port, "--port"))
+    except AFDConfigError as error:
+        sys.exit(f"sglang-afd: {error}")
+    from sglang.srt.entrypoints import http_server
+
+    routes.add_routes(http_server.app)
     return orig(server_args, *args, **kwargs)
 
 

@@ -6,6 +6,7 @@ import contextlib
 import os
 import socket
 import time
+from collections.abc import Callable
 
 import zmq
 
@@ -22,6 +23,7 @@ from sglang.srt.disaggregation.afd.messages import (
     Role,
     StepPlan,
     Stop,
+    Trace,
     Welcome,
     decode,
     encode,
@@ -62,6 +64,7 @@ class MemberControl(Channel):
         self._welcome: Welcome | None = None
         self._stop: Stop | None = None
         self._counters = (0, 0)
+        self._on_trace: Callable[[Trace], None] | None = None
         self._last_seen = 0.0
         self._plans: zmq.Socket[bytes] | None = None
         self._wake_read, self._wake_write = os.pipe()  # ends the poll of `recv_plan`
@@ -133,6 +136,23 @@ class MemberControl(Channel):
         """Steps and rows done since the start, for the next heartbeat."""
         self._counters = (steps, rows)
 
+    def set_on_trace(self, callback: Callable[[Trace], None]) -> None:
+        """`callback` runs on the channel's thread for each `Trace`, and must return soon."""
+        self._on_trace = callback
+
+    @property
+    def counters(self) -> tuple[int, int]:
+        """Steps and rows, as `count` was told last."""
+        return self._counters
+
+    @property
+    def is_healthy(self) -> bool:
+        return self._failure is None
+
+    def silences(self) -> dict[str, float]:
+        """Seconds since the leader's last sign of life, by the leader's name."""
+        return {LEADER: time.monotonic() - self._last_seen}
+
     def stopped(self) -> Stop | None:
         """The leader's Stop, if it was said: how an attention rank learns of it."""
         return self._stop
@@ -172,6 +192,9 @@ class MemberControl(Channel):
             with self._changed:
                 self._stop, self._ending = message, True
             self._wake()
+        elif isinstance(message, Trace):
+            if self._on_trace is not None:
+                self._on_trace(message)
         elif isinstance(message, Welcome):
             with self._changed:
                 self._welcome = message

@@ -13,7 +13,7 @@ import msgspec
 
 from sglang.srt.disaggregation.afd.errors import HandshakeRefused, PlanMismatch
 
-PROTOCOL = 1
+PROTOCOL = 2
 
 Role = Literal["attn", "ffn"]
 Mode = Literal["extend", "decode", "mixed", "idle", "warmup", "capture", "drain"]
@@ -127,12 +127,14 @@ class Refuse(_Base, frozen=True, kw_only=True, tag="refuse"):
 
 
 class Ready(_FromRank, frozen=True, kw_only=True, tag="ready"):
-    """Member to leader: my weights are loaded. Bytes on the device, bytes and tensors on disk."""
+    """Member to leader: my weights are loaded. Bytes on the device, bytes and tensors on disk, and
+    what device it is, for people."""
 
     param_bytes: int
     checkpoint_bytes: int
     tensors_read: int
     tensors_skipped: int
+    device: str = ""
 
     def __post_init__(self) -> None:
         _FromRank.__post_init__(self)
@@ -162,6 +164,13 @@ class Stop(_Base, frozen=True, kw_only=True, tag="stop"):
     reason: str
 
 
+class Trace(_Base, frozen=True, kw_only=True, tag="trace"):
+    """Leader to members: keep spans from now on, or (not `on`) write those kept into `folder`."""
+
+    on: bool
+    folder: str
+
+
 class StepPlan(_Base, frozen=True, kw_only=True, tag="plan"):
     """Leader to FFN ranks: one forward step, the same in eager, capture and replay.
 
@@ -188,7 +197,7 @@ class StepPlan(_Base, frozen=True, kw_only=True, tag="plan"):
         self._at_least(1, "rounds")
 
 
-Message = Hello | Welcome | Refuse | Ready | Failed | Heartbeat | Stop | StepPlan
+Message = Hello | Welcome | Refuse | Ready | Failed | Heartbeat | Stop | Trace | StepPlan
 
 _PREFIX = bytes([PROTOCOL])
 _encoder = msgspec.msgpack.Encoder()

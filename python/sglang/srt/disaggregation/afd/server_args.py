@@ -6,14 +6,18 @@ the moment upstream's module ran, so every command line knows the flags.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import multiprocessing
 import os
+import sys
 from typing import Any, ClassVar, Literal
 
 import sglang.srt.server_args as upstream
 from sglang.srt.arg_groups.arg_utils import NS, A, Arg
-from sglang.srt.disaggregation.afd import auto_ranks, config, cpu, patches
+from sglang.srt.disaggregation.afd import auto_ranks, config, cpu, envs, patches
+from sglang.srt.disaggregation.afd.errors import AFDConfigError
+from sglang.srt.disaggregation.afd.models import families
 
 _HELP = {flag.name[2:].replace("-", "_"): flag for flag in config.FLAGS}
 
@@ -64,6 +68,9 @@ class AFDServerArgs(upstream.ServerArgs):
     afd_drain_timeout: A[float, _arg("afd_drain_timeout"), NS("disagg")] = _HELP[
         "afd_drain_timeout"
     ].default
+    afd_ffn_metrics_port: A[int, _arg("afd_ffn_metrics_port"), NS("disagg")] = _HELP[
+        "afd_ffn_metrics_port"
+    ].default
     afd_allow_untested: A[bool, _arg("afd_allow_untested"), NS("disagg")] = _HELP[
         "afd_allow_untested"
     ].default
@@ -83,6 +90,14 @@ class AFDServerArgs(upstream.ServerArgs):
         if self.afd_enabled and not self.is_ffn_rank:
             config.check_limits(self)
 
+    @classmethod
+    def from_cli_args(cls, args: argparse.Namespace) -> AFDServerArgs:
+        """Upstream's, for every command line: a refusal is one message, not a traceback."""
+        try:
+            return super().from_cli_args(args)
+        except AFDConfigError as error:
+            sys.exit(f"sglang-afd: {error}")
+
     # Of the server's main process, set by it for its children; None in other processes.
     afd_launcher_pid: ClassVar[int | None] = None
     afd_run_folder: ClassVar[str | None] = None
@@ -96,6 +111,11 @@ class AFDServerArgs(upstream.ServerArgs):
     def ffn_rank(self) -> int:
         return self._afd_ffn_rank
 
+    @property
+    def afd_alone(self) -> bool:
+        """True if each attention rank runs the model as if it were alone (see `families`)."""
+        return getattr(self, "_afd_alone", False)
+
     def afd_typed(self, field: str) -> Any:
         """The value of an upstream field before AFD and upstream resolved it."""
         return self._afd_typed[field]
@@ -103,6 +123,8 @@ class AFDServerArgs(upstream.ServerArgs):
     def _afd_prepare(self) -> None:
         """Check what the user typed, then turn it into the upstream settings that AFD stands on."""
         config.check_limits(self)
+        # Set by torchrun: ranks would look for its store and not for the one that we host.
+        envs.drop(envs.AGENT_STORE)
         if self.device is None:  # type: ignore[has-type]
             self.device = "cpu" if cpu.is_cpu_only() else "cuda"
         settings = config.build(self)
@@ -117,13 +139,15 @@ class AFDServerArgs(upstream.ServerArgs):
             return
         self.tp_size = self.dp_size = settings.attn_ranks
         self.enable_dp_attention = settings.attn_ranks > 1
+        families.check(self)
+        self._afd_alone = not families.has_dp_form(families.architecture(self))
         # The value on which upstream's models take their "local tokens, no all-reduce" branch;
         # our dispatcher takes DeepEP's place, DeepEP itself need not be installed.
         self.moe_a2a_backend = "deepep"
         self.enable_two_batch_overlap = settings.microbatches == 2
-        # The choice is for the FFN ranks, which take it from what was typed. Another value here
-        # would change the format of the router's output.
-        self.moe_runner_backend = "auto"
+        # The choice is for the FFN ranks, which take it from what was typed. This value keeps the
+        # router's output in the format that the connectors carry, for every model.
+        self.moe_runner_backend = "triton"
         patches.apply()
 
     def for_ffn_rank(self, ffn_rank: int) -> AFDServerArgs:
@@ -147,6 +171,9 @@ class AFDServerArgs(upstream.ServerArgs):
         args = type(self).__new__(type(self))
         args._afd_ffn_rank = ffn_rank
         type(self).__init__(args, **typed)
+        if typed["moe_runner_backend"] == "auto" and args.moe_runner_backend == "triton_kernel":
+            # Upstream's choice for some models; it takes the router's output in a form of its own.
+            args.override("afd", moe_runner_backend="triton")
         return args
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -48,7 +48,8 @@ def end_everything(reason: str) -> None:
     """Answer the open requests with `reason` and what the first rank to end said, kill all
     children, and exit with code 1."""
     if not _ending.acquire(blocking=False):
-        return  # somebody else is at it, for the first reason
+        time.sleep(_LAST_WORDS_S + 2 * _STOP_S)  # somebody else is at it, for the first reason
+        return
     time.sleep(_LAST_WORDS_S / 2)
     text = f"AFD: {reason}; the server ends"
     if _folder is not None and (said := _folder.reason()):

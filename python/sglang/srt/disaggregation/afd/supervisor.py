@@ -38,6 +38,8 @@ class Supervisor:
         self._stopped_limit_s = stopped_limit_s
         self._names: dict[int, str] = {}
         self._processes: list[BaseProcess] = []
+        # With their start times, so that another process with the same pid is not taken for one.
+        self._others: dict[int, psutil.Process | None] = {}
         self._stopped_since: dict[int, float] = {}
         self._descendants: list[psutil.Process] = []
         self._refresh_at = 0.0
@@ -50,9 +52,11 @@ class Supervisor:
         self._processes.append(process)
 
     def add_pids(self, name: str, pids: list[int]) -> None:
-        """Processes that are not our children, known by pid only."""
+        """Processes that are not our children; one that has gone already is lost."""
         for pid in pids:
-            self._names.setdefault(pid, f"{name} {pid}")
+            if pid not in self._names:
+                self._names[pid] = f"{name} {pid}"
+                self._others[pid] = _look_up(pid)
 
     def start(self) -> None:
         self._thread.start()
@@ -72,10 +76,9 @@ class Supervisor:
         for process in self._processes:
             if process.exitcode is not None:
                 return f"{self._names[process.pid or 0]} ended with exit code {process.exitcode}"
-        ours = {process.pid for process in self._processes}
-        for pid, name in list(self._names.items()):
-            if pid not in ours and state(pid) in ("", psutil.STATUS_ZOMBIE):
-                return f"{name} is gone"
+        for pid, other in list(self._others.items()):
+            if other is None or not _lives(other):
+                return f"{self._names[pid]} is gone"
         return None
 
     def _first_stopped(self) -> str | None:
@@ -92,6 +95,20 @@ class Supervisor:
                 name = self._names.get(process.pid) or f"process {process.pid} ({process.name()})"
                 return f"{name} has been stopped for {stopped_s:.0f} s (SIGSTOP?)"
         return None
+
+
+def _look_up(pid: int) -> psutil.Process | None:
+    try:
+        return psutil.Process(pid)
+    except psutil.NoSuchProcess:
+        return None
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
 
 
 def watch_launcher(pid: int, limit_s: float) -> None:

@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from sglang.srt.disaggregation.afd.errors import AFDConfigError
+
 
 @dataclass(frozen=True)
 class Topology:
@@ -29,8 +31,9 @@ class Topology:
         if self.attn_ranks < 1 or self.ffn_ranks < 1 or self.num_experts < 1:
             raise ValueError(f"all of {self} must be at least 1")
         if self.ffn_ranks > self.num_experts:
-            raise ValueError(
-                f"{self.ffn_ranks} FFN ranks for {self.num_experts} experts leaves a rank without one"
+            raise AFDConfigError(
+                f"--afd-ffn-ranks {self.ffn_ranks} is more than the {self.num_experts} routed experts "
+                f"of the model, so a rank would hold none; choose at most {self.num_experts}"
             )
 
     @property

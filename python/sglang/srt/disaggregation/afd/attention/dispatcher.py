@@ -6,12 +6,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from sglang.srt.disaggregation.afd.attention import runtime
+from sglang.srt.disaggregation.afd.attention import overlap, runtime
 from sglang.srt.disaggregation.afd.connector.base import DispatchHandle, Transfer
-from sglang.srt.disaggregation.afd.errors import PlanMismatch
+from sglang.srt.disaggregation.afd.errors import AFDConfigError, PlanMismatch
 from sglang.srt.disaggregation.afd.messages import StepPlan
 from sglang.srt.disaggregation.afd.plan import max_rows, round_slices
 from sglang.srt.layers.moe.token_dispatcher.base import BaseDispatcher, DispatchOutputFormat
+from sglang.srt.layers.moe.topk import StandardTopKOutput
 
 
 class InFlight(NamedTuple):
@@ -44,13 +45,21 @@ class RemoteDispatcher(BaseDispatcher):
         super().__init__()
         self._runtime = runtime.current()
         self.config = moe_runner_config
+        self._weight_on_input = bool(moe_runner_config.apply_router_weight_on_input)
+        if self._weight_on_input and moe_runner_config.top_k not in (None, 1):
+            raise AFDConfigError(
+                f"MoE layer {moe_runner_config.layer_id} weighs its input once for each of its "
+                f"{moe_runner_config.top_k} experts, and AFD sends a token once; serve this model "
+                "without --disaggregation-mode afd"
+            )
         self.layer = -1  # index among the MoE layers, set once all layers are known
         self._in_flight: list[InFlight | None] = [None, None]
         self._runtime.add_layer(self)
 
     def dispatch(self, hidden_states: torch.Tensor, topk_output: Any) -> InFlight:
-        self.dispatch_a(hidden_states, topk_output)
-        return self.dispatch_b()
+        microbatch = overlap.microbatch()
+        self.dispatch_a(hidden_states, topk_output, microbatch)
+        return self.dispatch_b(microbatch)
 
     def dispatch_a(
         self,
@@ -66,6 +75,11 @@ class RemoteDispatcher(BaseDispatcher):
         plan = self._runtime.plan
         slices = tuple(round_slices(len(hidden_states), self._runtime.capacity, plan.rounds))
         ids, weights = topk_output.topk_ids, topk_output.topk_weights
+        if self._weight_on_input:
+            # Done here, because not every connector brings the weights to the FFN ranks.
+            assert weights.shape[1] == 1, "one expert per token"
+            hidden_states = (hidden_states.float() * weights).to(hidden_states.dtype)
+            weights = torch.ones_like(weights)
         if len(ids) < len(hidden_states):
             # Upstream routes nothing for an idle microbatch but may still pad its hidden states.
             missing = len(hidden_states) - len(ids)
@@ -88,14 +102,30 @@ class RemoteDispatcher(BaseDispatcher):
             ),
         )
 
+    def send_nothing(self, microbatch: int) -> None:
+        """The layer's transfer for a microbatch in which this rank has no tokens."""
+        spec, device = self._runtime.spec, self._runtime.device
+        self.dispatch_a(
+            torch.zeros((0, spec.hidden_size), dtype=spec.dtype, device=device),
+            StandardTopKOutput(
+                topk_weights=torch.zeros((0, spec.topk), device=device),
+                topk_ids=torch.zeros((0, spec.topk), dtype=torch.int32, device=device),
+                router_logits=torch.zeros((0, 0), device=device),
+            ),
+            microbatch,
+        )
+        self.combine_b(microbatch)
+
     def dispatch_b(self, tbo_subbatch_index: int | None = None) -> InFlight:
         in_flight = self._in_flight[tbo_subbatch_index or 0]
         assert in_flight is not None, "dispatch_b before dispatch_a"
         return in_flight
 
     def combine(self, combine_input: InFlight) -> torch.Tensor:
-        self.combine_a(combine_input)
-        return self.combine_b()
+        microbatch = overlap.microbatch()
+        overlap.give_way()
+        self.combine_a(combine_input, microbatch)
+        return self.combine_b(microbatch)
 
     def combine_a(self, combine_input: InFlight, tbo_subbatch_index: int | None = None) -> None:
         pass  # the FFN ranks return rows unasked

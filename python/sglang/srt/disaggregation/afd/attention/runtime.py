@@ -7,9 +7,14 @@ read, and the data plane after.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import os
+import socket
 import time
+from collections.abc import Callable, Iterator
+from importlib.metadata import version
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,11 +27,14 @@ from sglang.srt.disaggregation.afd.connector.rendezvous import Rendezvous
 from sglang.srt.disaggregation.afd.connector.store import host_store
 from sglang.srt.disaggregation.afd.control import LeaderControl, MemberControl
 from sglang.srt.disaggregation.afd.errors import AFDError
-from sglang.srt.disaggregation.afd.messages import Mode, Ready, StepPlan
+from sglang.srt.disaggregation.afd.messages import Mode, Ready, StepPlan, Trace
+from sglang.srt.disaggregation.afd.metrics.meter import AttnMeter, Link, device_name
+from sglang.srt.disaggregation.afd.metrics.timed import TimedAttn
 from sglang.srt.disaggregation.afd.models import weights
 from sglang.srt.disaggregation.afd.plan import make_plan
 from sglang.srt.disaggregation.afd.supervisor import watch_launcher
 from sglang.srt.disaggregation.afd.topology import Topology
+from sglang.srt.disaggregation.afd.trace.spans import SpanLog
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.afd.attention.dispatcher import RemoteDispatcher
@@ -44,19 +52,22 @@ class AttentionRuntime:
     Attributes:
         plan: of the step that runs now; dispatchers read step id and rounds from it.
         connector: the data plane, once `join_data_plane` ran.
+        spec: shapes and sizes of the link, once `join_control_plane` ran.
         capacity: tokens per dispatch.
     """
 
     plan: StepPlan
     connector: AttnConnector
+    spec: LinkSpec
 
     def __init__(self, server_args: Any, model_config: Any, attn_rank: int) -> None:
         self.settings = afd_config.build(server_args)
         self.capacity = self.settings.capacity
         self.attn_rank = attn_rank
         self.steps = 0
+        self.device = torch.device(server_args.device)
         # Counted on the device, because a graph replays the counting without the host.
-        self._tokens = torch.zeros((), dtype=torch.int64, device=server_args.device)
+        self._tokens = torch.zeros((), dtype=torch.int64, device=self.device)
         self._model_config = model_config
         self._server_args = server_args
         self._layers: list[RemoteDispatcher] = []
@@ -65,6 +76,9 @@ class AttentionRuntime:
         self._store: torch.distributed.TCPStore | None = None
         self._rendezvous: Rendezvous | None = None
         self._ready: Ready | None = None
+        self._meter: AttnMeter | None = None
+        self._spans: SpanLog | None = None
+        self._on_plan: list[Callable[[StepPlan], None]] = []  # of the meter, and of a trace
         self._log_plans = envs.flag(envs.LOG_PLANS)
         self._closed = False
 
@@ -84,7 +98,7 @@ class AttentionRuntime:
             [d.config for d in self._layers], self._model_config, self._server_args.model_path
         )
         ours = facts.collect(self.settings, shape, self._model_config, self.capacity)
-        self._spec = LinkSpec(
+        self.spec = LinkSpec(
             topology=Topology(self.settings.attn_ranks, self.settings.ffn_ranks, shape.num_experts),
             hidden_size=shape.hidden_size,
             topk=shape.topk,
@@ -135,6 +149,7 @@ class AttentionRuntime:
             checkpoint_bytes=report.bytes_read,
             tensors_read=report.tensors_read,
             tensors_skipped=report.tensors_skipped,
+            device=device_name(self.device),
         )
         if self._leader is not None:
             self._leader.wait_ready(self.settings.load_timeout_s)
@@ -143,8 +158,12 @@ class AttentionRuntime:
             self._member.ready(self._ready)
         assert self._rendezvous is not None
         self.connector = registry.create_attn(
-            self.settings.connector, self._spec, self.attn_rank, self._rendezvous
+            self.settings.connector, self.spec, self.attn_rank, self._rendezvous
         )
+        if self._server_args.enable_metrics:
+            self._meter = AttnMeter(self._link(), self._tokens)
+            self._on_plan.append(self._meter.begin)
+            self.connector = self._meter.wrap(self.connector)
         logger.info(
             "AFD attention rank %d: %d MoE layers on %d FFN ranks over %s, %.1f MiB of parameters",
             self.attn_rank,
@@ -152,6 +171,18 @@ class AttentionRuntime:
             self.settings.ffn_ranks,
             self.settings.connector,
             self._ready.param_bytes / 2**20,
+        )
+
+    def _link(self) -> Link:
+        channel = self._leader or self._member
+        assert channel is not None
+        return Link(
+            rank=self.attn_rank,
+            spec=self.spec,
+            moe_layers=len(self._layers),
+            connector=self.settings.connector,
+            device=self.device,
+            silences=channel.silences,
         )
 
     def begin_graph_step(self, mode: Mode, batch: int) -> None:
@@ -173,11 +204,19 @@ class AttentionRuntime:
             bucket=bucket,
         )
         self.steps += 1
+        for on_plan in self._on_plan:
+            on_plan(self.plan)
         if self._leader is not None:
             self._leader.check()
             self._leader.publish(self.plan)
             if self._log_plans:
                 logger.info("AFD plan %s", self.plan)
+
+    def idle_step(self) -> None:
+        """Take part in every transfer of this step without a row."""
+        for dispatcher in self._layers:
+            for microbatch in range(self.plan.microbatches):
+                dispatcher.send_nothing(microbatch)
 
     def count_tokens(self, topk_ids: torch.Tensor) -> None:
         """Count the tokens [T, K] that leave with at least one expert; padding rows do not."""
@@ -194,11 +233,19 @@ class AttentionRuntime:
             "connector": self.settings.connector,
             "capacity": self.capacity,
             "microbatches": self.settings.microbatches,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "afd_version": version("sglang-afd"),
+            "sglang_version": version("sglang"),
         }
         if self._leader is not None:
+            experts = self.spec.topology.expert_range
             state["ffn"] = [
                 {
                     **facts.rank_row(peer.ready, layers),
+                    "host": peer.host,
+                    "pid": peer.pid,
+                    "experts": (experts(peer.ready.rank).start, experts(peer.ready.rank).stop),
                     "tokens": peer.heartbeat.rows if peer.heartbeat else 0,
                     "steps": peer.heartbeat.steps if peer.heartbeat else 0,
                 }
@@ -206,6 +253,32 @@ class AttentionRuntime:
                 if peer.ready is not None and peer.ready.role == "ffn"
             ]
         return state
+
+    def start_trace(self) -> None:
+        """Keep spans from the next step on, on this rank and, if it leads, on the FFN ranks."""
+        if self._spans is None:
+            self._spans = SpanLog("attn", self.attn_rank)
+            self._on_plan.append(self._spans.begin)
+            self._untraced = self.connector
+            self.connector = TimedAttn(self.connector, self._spans)
+            if self._leader is not None:
+                self._leader.trace(Trace(on=True, folder=""))
+
+    def stop_trace(self, folder: Path) -> None:
+        """Write the spans into `folder`, or nothing if no trace was started."""
+        if self._spans is not None:
+            spans, self._spans = self._spans, None
+            self.connector = self._untraced
+            self._on_plan.remove(spans.begin)
+            if self._leader is not None:
+                self._leader.trace(Trace(on=False, folder=str(folder)))
+            spans.write(folder)
+
+    def live_state(self) -> dict[str, Any]:
+        """What changes by itself: seconds since each peer's last sign of life, by name."""
+        channel = self._leader or self._member
+        assert channel is not None
+        return {"heartbeat_age_s": dict(channel.silences())}
 
     def _end(self, error: AFDError) -> None:
         """A peer is lost: end this rank at once, whatever its main thread waits for.
@@ -227,6 +300,8 @@ class AttentionRuntime:
         if self._closed:
             return
         self._closed = True
+        if self._meter is not None:
+            self._meter.close()
         if self._leader is not None:
             self._leader.stop(reason)
             self._leader.close()
@@ -247,25 +322,53 @@ def current() -> AttentionRuntime:
     return _runtime
 
 
+@contextlib.contextmanager
+def _last_words(server_args: Any) -> Iterator[None]:
+    """End this process on an error of ours while it loads: with the text, without a traceback."""
+    try:
+        yield
+    except AFDError as error:
+        files.leave_reason(server_args.afd_run_folder, str(error))
+        logger.error("AFD attention rank ends: %s", error)
+        logging.shutdown()
+        os._exit(1)
+
+
 # --- hooks, see patches.py ---------------------------------------------------------------------
 
 
 def initialize_model(orig: Any, model_config: Any, *args: Any, **kwargs: Any) -> Any:
     """AROUND `_initialize_model`: builds the model without experts, then says hello."""
-    global _runtime
-    from sglang.srt.runtime_context import get_parallel, get_server_args
+    from sglang.srt.runtime_context import get_server_args
 
     server_args = get_server_args()
     if not getattr(server_args, "afd_enabled", False) or server_args.is_ffn_rank:
         return orig(model_config, *args, **kwargs)
+    with _last_words(server_args):
+        return _build_model(orig, server_args, model_config, *args, **kwargs)
+
+
+def _build_model(orig: Any, server_args: Any, model_config: Any, *args: Any, **kwargs: Any) -> Any:
+    global _runtime
+    from sglang.srt.runtime_context import get_parallel
+
     parallel = get_parallel()
     if _runtime is not None:
         _runtime.close("the model was loaded again")
     _runtime = AttentionRuntime(server_args, model_config, parallel.tp_rank)
-    # Blocks run their dispatch operations only under expert parallelism (ep_size > 1).
-    ep_size = max(2, parallel.moe_ep_size)
-    with parallel.override(moe_ep_size=ep_size, moe_ep_rank=parallel.moe_ep_rank):
-        model = orig(model_config, *args, **kwargs)
+    if server_args.afd_alone:
+        from sglang.srt.disaggregation.afd.attention import alone
+
+        model = alone.build(orig, model_config, *args, **kwargs)
+    else:
+        # Blocks run their dispatch operations only under expert parallelism (ep_size > 1).
+        ep_size = max(2, parallel.moe_ep_size)
+        with parallel.override(moe_ep_size=ep_size, moe_ep_rank=parallel.moe_ep_rank):
+            model = orig(model_config, *args, **kwargs)
+    if _runtime.settings.microbatches == 2:
+        from sglang.srt.disaggregation.afd.attention import overlap
+
+        overlap.wrap(model)
     _runtime.join_control_plane()
     return model
 
@@ -273,13 +376,15 @@ def initialize_model(orig: Any, model_config: Any, *args: Any, **kwargs: Any) ->
 def after_load_model(result: Any, model_runner: Any) -> None:
     """AFTER `ModelRunner.load_model`."""
     if is_active() and not model_runner.is_draft_worker:
-        current().join_data_plane(model_runner.model)
+        with _last_words(model_runner.server_args):
+            current().join_data_plane(model_runner.model)
 
 
 def after_internal_state(result: Any, scheduler: Any, recv_req: Any) -> Any:
-    """AFTER `Scheduler.get_internal_state`: one `afd` entry per attention rank."""
+    """AFTER `Scheduler.get_internal_state`: the entries `afd` and `afd_live`."""
     if is_active():
         result.internal_state["afd"] = current().state()
+        result.internal_state["afd_live"] = current().live_state()
     return result
 
 

@@ -20,6 +20,7 @@ FFN rank (a token is one row per FFN rank, however many of its experts live ther
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
@@ -162,6 +163,14 @@ class AttnConnector(ABC):
     @abstractmethod
     def close(self) -> None:
         """Release sockets and buffers. Safe to call twice."""
+
+
+class TellsWaits(ABC):
+    """A power of connectors, of either side, that wait on the host for one peer at a time."""
+
+    @abstractmethod
+    def set_on_wait(self, on_wait: Callable[[int, float], None]) -> None:
+        """`on_wait(world_rank, seconds)` runs after each wait for a message of that rank."""
 
 
 class FFNConnector(ABC, Generic[BatchT]):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +20,7 @@ from sglang.srt.disaggregation.afd.connector.base import (
     FFNConnector,
     LinkSpec,
     ReceivedBatch,
+    TellsWaits,
     Transfer,
 )
 from sglang.srt.disaggregation.afd.connector.checks import (
@@ -57,7 +59,7 @@ class _GlooHandle(DispatchHandle):
     results: tuple[Pending | None, ...]  # per FFN rank; None where no row went
 
 
-class GlooAttn(AttnConnector):
+class GlooAttn(AttnConnector, TellsWaits):
     """Attention rank `attn_rank`."""
 
     def __init__(self, spec: LinkSpec, attn_rank: int, rendezvous: Rendezvous) -> None:
@@ -131,12 +133,15 @@ class GlooAttn(AttnConnector):
         del self._open[transfer.microbatch]
         return sum_partials(handle.num_tokens, spec.hidden_size, spec.dtype, partials)
 
+    def set_on_wait(self, on_wait: Callable[[int, float], None]) -> None:
+        self._link.set_on_wait(on_wait)
+
     def close(self) -> None:
         self._open.clear()
         self._link.close()
 
 
-class GlooFFN(FFNConnector):
+class GlooFFN(FFNConnector, TellsWaits):
     """FFN rank `ffn_rank`."""
 
     def __init__(self, spec: LinkSpec, ffn_rank: int, rendezvous: Rendezvous) -> None:
@@ -190,6 +195,9 @@ class GlooFFN(FFNConnector):
             if len(rows_RH) > 0
         ]
         self._last[microbatch] = batch.transfer
+
+    def set_on_wait(self, on_wait: Callable[[int, float], None]) -> None:
+        self._link.set_on_wait(on_wait)
 
     def close(self) -> None:
         try:

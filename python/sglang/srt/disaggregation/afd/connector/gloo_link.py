@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import socket
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from enum import IntEnum
 from typing import NamedTuple
@@ -59,6 +60,7 @@ class GlooLink:
         self.world_rank = world_rank
         self.name = spec.topology.rank_name(world_rank)
         self._failure: AFDError | None = None
+        self._on_wait: Callable[[int, float], None] | None = None
         timeout = timedelta(seconds=rendezvous.timeout_s)
         options = ProcessGroupGloo._Options()
         options._devices = [_listen(self.name, rendezvous)]
@@ -79,6 +81,10 @@ class GlooLink:
                 f"{rendezvous.timeout_s:g} s: {exc}. Check that every rank runs and reaches "
                 "--afd-bootstrap-addr"
             ) from exc
+
+    def set_on_wait(self, on_wait: Callable[[int, float], None]) -> None:
+        """See `TellsWaits`."""
+        self._on_wait = on_wait
 
     def send(self, dest: int, kind: Kind, microbatch: int, data: torch.Tensor) -> Pending:
         """Post `data`, contiguous, which nobody may change until it is waited for."""
@@ -109,8 +115,11 @@ class GlooLink:
         try:
             if isinstance(pending.work, RuntimeError):
                 raise pending.work
+            began = time.monotonic()
             # A timeout of zero would mean gloo's default.
-            pending.work.wait(timedelta(seconds=max(deadline - time.monotonic(), 1e-3)))
+            pending.work.wait(timedelta(seconds=max(deadline - began, 1e-3)))
+            if self._on_wait is not None:
+                self._on_wait(pending.peer, time.monotonic() - began)
         except RuntimeError as exc:
             wait = self.describe(pending.peer, transfer, expected)
             if "Timed out" in str(exc):

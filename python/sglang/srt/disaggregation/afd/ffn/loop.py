@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,7 +19,10 @@ from sglang.srt.disaggregation.afd.ffn.experts import LocalExperts
 from sglang.srt.disaggregation.afd.ffn.graph import StepGraphs
 from sglang.srt.disaggregation.afd.ffn.pace import Pace
 from sglang.srt.disaggregation.afd.messages import StepPlan, Stop
+from sglang.srt.disaggregation.afd.metrics.meter import FFNMeter
+from sglang.srt.disaggregation.afd.metrics.timed import TimedFFN
 from sglang.srt.disaggregation.afd.plan import max_rows, transfers
+from sglang.srt.disaggregation.afd.trace.spans import SpanLog
 
 logger = logging.getLogger(__name__)
 
@@ -34,9 +38,12 @@ class FFNLoop:
         capacity: int,
         pace: Pace,
         device: torch.device,
+        meter: FFNMeter | None = None,
     ) -> None:
         self._control = control
-        self._connector = connector
+        self._meter = meter
+        self._connector = connector if meter is None else meter.wrap(connector)
+        self._on_plan: list[Callable[[StepPlan], None]] = [] if meter is None else [meter.begin]
         self._layers = layers
         self._capacity = capacity
         self._pace = pace
@@ -57,11 +64,25 @@ class FFNLoop:
             if isinstance(message, Stop):
                 logger.info("%d graph replays, %d eager steps", *self._counts())
                 return message.reason
+            for on_plan in self._on_plan:
+                on_plan(message)
             self._graphs.run(message)
+            if self._meter is not None:
+                self._meter.step_enqueued()
             self._tokens_on_host.copy_(self._tokens, non_blocking=True)
             self._pace.finished(message.step_id)
             self._steps += 1
             self._control.count(self._steps, int(self._tokens_on_host))
+
+    def start_trace(self, spans: SpanLog) -> None:
+        """Note the spans from now on. From another thread, as is `stop_trace`."""
+        self._untraced = self._connector
+        self._connector = TimedFFN(self._connector, spans)
+        self._on_plan = [*self._on_plan, spans.begin]
+
+    def stop_trace(self, spans: SpanLog) -> None:
+        self._connector = self._untraced
+        self._on_plan = [call for call in self._on_plan if call != spans.begin]
 
     @torch.inference_mode()
     def _run(self, plan: StepPlan) -> None:

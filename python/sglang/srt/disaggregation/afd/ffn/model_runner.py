@@ -9,7 +9,7 @@ import torch
 
 from sglang.srt.disaggregation.afd import facts
 from sglang.srt.disaggregation.afd.ffn.experts import LocalExperts
-from sglang.srt.disaggregation.afd.models import weights
+from sglang.srt.disaggregation.afd.models import loaders, weights
 from sglang.srt.disaggregation.afd.topology import Topology
 
 logger = logging.getLogger(__name__)
@@ -25,6 +25,7 @@ class FFNModelRunner:
     def __init__(self, server_args: Any, ffn_rank: int, gpu_id: int = 0) -> None:
         from sglang.srt.configs.device_config import DeviceConfig
         from sglang.srt.configs.model_config import ModelConfig
+        from sglang.srt.configs.update_config import adjust_config_with_unaligned_cpu_tp
         from sglang.srt.layers.moe import initialize_moe_config
         from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
         from sglang.srt.model_executor.model_runner_components.load_model_utils import (
@@ -47,6 +48,11 @@ class FFNModelRunner:
             weight_cache_mode=server_args.weight_cache_mode,
             weight_cache_socket=server_args.weight_cache_socket,
         )
+        if self.device.type == "cpu":
+            # Some models read entries that only this step of upstream's runner adds.
+            self.model_config = adjust_config_with_unaligned_cpu_tp(
+                self.model_config, load_config, tp_size=1
+            )
         self._loader = upstream.get_model_loader(load_config, self.model_config)
         quant_config = upstream._get_quantization_config(self.model_config, load_config)
         with upstream.set_default_torch_dtype(self.model_config.dtype), torch.device("meta"):
@@ -78,6 +84,7 @@ class FFNModelRunner:
                 self.shape.num_experts,
             )
             weights.select(weights.wanted_by_ffn(topology, self._ffn_rank))
+            loaders.hide_absent(self._model)
             self._model.load_weights(self._loader._get_all_weights(self.model_config, self._model))
         for module in self._modules:
             with upstream.device_loading_context(module, self.device):

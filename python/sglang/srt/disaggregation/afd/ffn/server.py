@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 import traceback
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -20,7 +20,10 @@ from sglang.srt.disaggregation.afd.errors import AFDError
 from sglang.srt.disaggregation.afd.ffn.loop import FFNLoop
 from sglang.srt.disaggregation.afd.ffn.model_runner import FFNModelRunner
 from sglang.srt.disaggregation.afd.ffn.pace import Pace
+from sglang.srt.disaggregation.afd.ffn.profiling import LoopTrace
 from sglang.srt.disaggregation.afd.messages import Ready
+from sglang.srt.disaggregation.afd.metrics.exporter import Exporter
+from sglang.srt.disaggregation.afd.metrics.meter import FFNMeter, Link, device_name
 from sglang.srt.disaggregation.afd.models import weights
 from sglang.srt.disaggregation.afd.topology import Topology
 
@@ -50,8 +53,13 @@ def main(server_args: Any, ffn_rank: int, gpu_id: int, launcher_pid: int) -> Non
         torch.set_num_threads(max(1, len(envs.usable_cores()) // args.afd_ffn_ranks))
     else:
         torch.cuda.set_device(gpu_id)
+    # Upstream sets it for attention ranks; what this rank counts is served by this rank.
+    envs.forget(envs.PROMETHEUS_FOLDER)
     control: MemberControl | None = None
+    exporter: Exporter | None = None
     try:
+        if args.afd_ffn_metrics_port:
+            exporter = Exporter(args.host, args.afd_ffn_metrics_port + ffn_rank)
         runner = FFNModelRunner(args, ffn_rank, gpu_id)
         settings = afd_config.build(args)
         control = MemberControl(
@@ -64,7 +72,7 @@ def main(server_args: Any, ffn_rank: int, gpu_id: int, launcher_pid: int) -> Non
             load_timeout_s=settings.load_timeout_s,
             peer_timeout_s=settings.peer_timeout_s,
         )
-        reason = _serve(args, settings, ffn_rank, runner, control)
+        reason = _serve(args, settings, ffn_rank, runner, control, exporter)
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # noqa: BLE001 - the process ends; its text goes to the leader
@@ -75,12 +83,19 @@ def main(server_args: Any, ffn_rank: int, gpu_id: int, launcher_pid: int) -> Non
         if control is not None:
             control.failed(text)
             control.close()
-        if args.device != "cpu":
-            os._exit(EXIT_FAILED)  # a kernel that waits for ever would block the usual exit
-        sys.exit(EXIT_FAILED)
+        _end(EXIT_FAILED)
     logger.info("FFN rank %d stops: %s", ffn_rank, reason)
     control.close()
-    sys.exit(EXIT_STOPPED)
+    _end(EXIT_STOPPED)
+
+
+def _end(code: int) -> NoReturn:
+    """Leave at once: the interpreter's own way takes seconds, or for ever behind a kernel that
+    waits for a lost peer."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _serve(
@@ -89,6 +104,7 @@ def _serve(
     ffn_rank: int,
     runner: FFNModelRunner,
     control: MemberControl,
+    exporter: Exporter | None,
 ) -> str:
     welcome = control.join()
     layers = runner.load()
@@ -109,6 +125,7 @@ def _serve(
             checkpoint_bytes=report.bytes_read,
             tensors_read=report.tensors_read,
             tensors_skipped=report.tensors_skipped,
+            device=device_name(runner.device),
         )
     )
     spec = LinkSpec(
@@ -127,11 +144,34 @@ def _serve(
     )
     connector = registry.create_ffn(settings.connector, spec, ffn_rank, rendezvous)
     pace = Pace(f"ffn {ffn_rank}", runner.device, settings.peer_timeout_s)
+    meter = None
+    if exporter is not None:
+        link = Link(
+            rank=ffn_rank,
+            spec=spec,
+            moe_layers=len(layers),
+            connector=settings.connector,
+            device=runner.device,
+            silences=control.silences,
+        )
+        meter = FFNMeter(link, lambda: control.counters[1])
+        exporter.serve(lambda: _health(control, ffn_rank), meter.text)
     try:
-        loop = FFNLoop(control, connector, layers, welcome.capacity, pace, runner.device)
+        loop = FFNLoop(control, connector, layers, welcome.capacity, pace, runner.device, meter)
+        control.set_on_trace(LoopTrace(loop, ffn_rank))
         return loop.run()
     finally:
         connector.close()
+
+
+def _health(control: MemberControl, ffn_rank: int) -> tuple[str, bool, dict[str, Any]]:
+    steps, rows = control.counters
+    status = "ok" if control.is_healthy else "lost its leader"
+    return (
+        status,
+        control.is_healthy,
+        {"role": "ffn", "rank": ffn_rank, "steps": steps, "rows": rows},
+    )
 
 
 def _topology(settings: afd_config.AFDConfig, runner: FFNModelRunner) -> Topology:

@@ -131,6 +131,29 @@ def _indexed_names(folder: Path) -> dict[str, list[str]]:
     return by_file
 
 
+def _present_files(
+    folder: Path, wanted: Callable[[str], bool]
+) -> tuple[Path, list[str], bool] | None:
+    """What upstream's `_prepare_weights` returns, for a local copy without the other role's shards,
+    which upstream would refuse; None for a complete copy.
+
+    Raises:
+        AFDConfigError: a shard of this role is missing.
+    """
+    index = _indexed_names(folder)
+    missing = {file for file in index if not (folder / file).is_file()}
+    needed = sorted(file for file in missing if any(wanted(name) for name in index[file]))
+    if needed:
+        raise AFDConfigError(
+            f"--model-path {folder} lacks {', '.join(needed)}, which this role needs; copy them"
+        )
+    return (
+        (folder, [str(folder / file) for file in sorted(set(index) - missing)], True)
+        if missing
+        else None
+    )
+
+
 # --- hook, see patches.py ----------------------------------------------------------------------
 
 
@@ -141,14 +164,14 @@ def role_weights(orig: Any, self: Any, source: Any) -> Any:
     server_args = get_server_args()
     if not getattr(server_args, "afd_enabled", False):
         return orig(self, source)
-    folder, files, is_safetensors = self._prepare_weights(
-        source.model_or_path, source.revision, source.fall_back_to_pt
+    wanted = _selected or wanted_by_attention
+    folder, files, is_safetensors = _present_files(Path(source.model_or_path), wanted) or (
+        self._prepare_weights(source.model_or_path, source.revision, source.fall_back_to_pt)
     )
     if not is_safetensors:
         raise AFDConfigError(
             f"--model-path {source.model_or_path} has no safetensors files; AFD reads single "
             "tensors by role, which other formats do not allow: convert the checkpoint"
         )
-    wanted = _selected or wanted_by_attention
     logger.info("AFD reads its part of %d safetensors files below %s", len(files), folder)
     return ((source.prefix + name, tensor) for name, tensor in read_tensors(files, wanted))

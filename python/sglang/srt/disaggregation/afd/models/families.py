@@ -1,0 +1,89 @@
+"""What AFD knows about upstream's model families, by architecture as config.json names it.
+
+Results of tests are not typed here: `verified.py` is generated from them. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sglang.srt.disaggregation.afd.errors import AFDConfigError
+
+if TYPE_CHECKING:
+    from sglang.srt.disaggregation.afd.server_args import AFDServerArgs
+
+logger = logging.getLogger(__name__)
+
+# Upstream's model has an expert-parallel branch that computes what its usual branch does, and an
+# attention that knows DP ranks. It runs in its DP-attention form, and two microbatches may overlap
+# where it has the operations for it. Every other model runs as if its rank were alone in the
+# world: each attention rank holds all but the experts, and nothing of it is sharded.
+WITH_DP_FORM = frozenset(
+    {
+        "BailingMoEForCausalLM",
+        "BailingMoeForCausalLM",
+        "BailingMoeV2ForCausalLM",
+        "DeepseekV2ForCausalLM",
+        "DeepseekV32ForCausalLM",
+        "DeepseekV3ForCausalLM",
+        "Glm4MoeForCausalLM",
+        "Glm4MoeLiteForCausalLM",
+        "GlmMoeDsaForCausalLM",
+        "MiMoV2FlashForCausalLM",
+        "MiMoV2ForCausalLM",
+        "MiniMaxM2ForCausalLM",
+        "Qwen2MoeForCausalLM",
+        "Qwen3MoeForCausalLM",
+        "Qwen3NextForCausalLM",
+        "Qwen3_5MoeForCausalLM",
+        "Qwen3_5MoeForConditionalGeneration",
+    }
+)
+_OWN_KERNEL = "its experts are tensors of their own with a kernel call, not upstream's FusedMoE"
+# Attention ranks would keep these experts, and FFN ranks would find none.
+WITHOUT_FUSED_MOE = {
+    "AfmoeForCausalLM": _OWN_KERNEL,
+    "DbrxForCausalLM": _OWN_KERNEL,
+    "DeepseekForCausalLM": _OWN_KERNEL,
+    "QuantMixtralForCausalLM": "its experts are a list of separate modules, not upstream's FusedMoE",
+    "XverseMoeForCausalLM": _OWN_KERNEL,
+}
+
+
+def architecture(args: AFDServerArgs) -> str:
+    """First architecture in the checkpoint's config.json, empty if there is none to be read."""
+    local = Path(args.model_path) / "config.json"
+    if local.is_file():
+        config = json.loads(local.read_text())
+    else:
+        from transformers import PretrainedConfig
+
+        try:
+            config, _ = PretrainedConfig.get_config_dict(args.model_path, revision=args.revision)
+        except (OSError, ValueError):
+            return ""  # upstream says better what is wrong with the path
+    names = config.get("architectures") or [""]
+    return str(names[0])
+
+
+def has_dp_form(name: str) -> bool:
+    """True if attention ranks run upstream's DP-attention form of the model."""
+    return name in WITH_DP_FORM
+
+
+def check(args: AFDServerArgs) -> None:
+    """Refuse an architecture that cannot work, by name; warn of one that no test covers.
+
+    Raises:
+        AFDConfigError: names the architecture, the reason and the way out.
+    """
+    name = architecture(args)
+    reason = WITHOUT_FUSED_MOE.get(name)
+    if reason is not None:
+        raise AFDConfigError(
+            f"--model-path {args.model_path} is a {name}, which --disaggregation-mode afd does not "
+            f"serve: {reason}. Serve it without the flag; docs/models.md lists what AFD serves"
+        )

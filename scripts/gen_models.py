@@ -1,0 +1,337 @@
+"""Write docs/models.md and models/verified.py of the package. Run by `make docs`.
+
+The architectures and their expert blocks are read from upstream's model files, which are parsed and
+not imported; what was shown is read from test/results/models.json, which `make test-models` writes.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import re
+from collections import defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from sglang.srt.disaggregation.afd.models import families
+from sglang.srt.disaggregation.afd.patches import UPSTREAM_VERSION
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "test" / "results" / "models.json"
+OUT = ROOT / "docs" / "models.md"
+VERIFIED = ROOT / "python/sglang/srt/disaggregation/afd/models/verified.py"
+PACKAGE = "sglang.srt.models"
+_DRAFT = re.compile(r"NextN|MTP|Eagle|DSpark")
+_MAKERS = {"FusedMoE", "get_moe_impl_class"}
+_OWN_KERNELS = {"fused_moe", "fused_experts"}
+
+
+class Name(NamedTuple):
+    """A class of upstream's models: module below the package, and its name there."""
+
+    module: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.module}:{self.name}"
+
+
+@dataclass
+class Module:
+    """What one file of upstream says: its own names, where others come from, its entry classes."""
+
+    nodes: dict[str, ast.stmt] = field(default_factory=dict)  # classes, functions, variables
+    imports: dict[str, Name] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)  # modules that it imports as a whole
+    entries: list[str] = field(default_factory=list)
+
+
+# --- upstream's files --------------------------------------------------------------------------
+
+
+def read_upstream() -> dict[str, Module]:
+    spec = importlib.util.find_spec("sglang")
+    assert spec is not None
+    assert spec.origin is not None
+    folder = Path(spec.origin).parent.joinpath(*PACKAGE.split(".")[1:])
+    modules = {}
+    for path in sorted(folder.rglob("*.py")):
+        name = ".".join(path.relative_to(folder).with_suffix("").parts)
+        modules[name] = _read(ast.parse(path.read_text("utf-8-sig")))
+    return modules
+
+
+def _read(tree: ast.Module) -> Module:
+    found = Module()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (
+            node.level == 1 or (node.module or "").startswith(PACKAGE + ".")
+        ):
+            origin = (node.module or "").removeprefix(PACKAGE + ".")
+            for alias in node.names:
+                found.imports[alias.asname or alias.name] = Name(origin, alias.name)
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.asname and alias.name.startswith(PACKAGE + "."):
+                    found.aliases[alias.asname] = alias.name.removeprefix(PACKAGE + ".")
+    for statement in tree.body:
+        if isinstance(statement, ast.ClassDef | ast.FunctionDef):
+            found.nodes[statement.name] = statement
+        elif isinstance(statement, ast.Assign) and _target(statement) != "EntryClass":
+            found.nodes[_target(statement)] = statement
+        elif isinstance(statement, ast.Assign):
+            values = statement.value
+            items = values.elts if isinstance(values, ast.List | ast.Tuple) else [values]
+            found.entries += [item.id for item in items if isinstance(item, ast.Name)]
+    return found
+
+
+def _target(statement: ast.Assign) -> str:
+    target = statement.targets[0]
+    return target.id if isinstance(target, ast.Name) else ""
+
+
+def names_in(node: ast.AST, module: Module) -> set[Name | str]:
+    """Names that stand below `node`: plain ones as text, `alias.name` resolved."""
+    names: set[Name | str] = set()
+    for part in ast.walk(node):
+        if isinstance(part, ast.Name):
+            names.add(part.id)
+        elif isinstance(part, ast.Attribute) and isinstance(part.value, ast.Name):
+            origin = module.aliases.get(part.value.id)
+            if origin is not None:
+                names.add(Name(origin, part.attr))
+    return names
+
+
+def _called(node: ast.AST) -> set[str]:
+    calls = (part.func for part in ast.walk(node) if isinstance(part, ast.Call))
+    return {func.id for func in calls if isinstance(func, ast.Name)}
+
+
+def blocks_of(modules: dict[str, Module], start: Name) -> list[tuple[Name, bool]]:
+    """Classes reachable from an entry class that make experts; True if upstream's FusedMoE."""
+    seen: set[Name] = set()
+    todo, found = [start], []
+    while todo:
+        current = todo.pop(0)
+        module = modules.get(current.module)
+        if current in seen or module is None:
+            continue
+        seen.add(current)
+        node = module.nodes.get(current.name)
+        if node is None:
+            if current.name in module.imports:
+                todo.append(module.imports[current.name])
+            continue
+        names = names_in(node, module)
+        if isinstance(node, ast.ClassDef):
+            if _called(node) & _MAKERS:
+                found.append((current, True))
+            elif names & _OWN_KERNELS or _has_expert_list(node):
+                found.append((current, False))
+        for name in sorted(names, key=str):
+            if isinstance(name, Name):
+                todo.append(name)
+            elif name in module.nodes:
+                todo.append(Name(current.module, name))
+            elif name in module.imports:
+                todo.append(module.imports[name])
+    return sorted(found)
+
+
+def _has_expert_list(node: ast.AST) -> bool:
+    """`self.experts = nn.ModuleList(...)`: one module per expert."""
+    for statement in ast.walk(node):
+        if not isinstance(statement, ast.Assign) or not isinstance(statement.value, ast.Call):
+            continue
+        target, func = statement.targets[0], statement.value.func
+        is_experts = isinstance(target, ast.Attribute) and target.attr == "experts"
+        if is_experts and isinstance(func, ast.Attribute) and func.attr == "ModuleList":
+            return True
+    return False
+
+
+def architectures(modules: dict[str, Module]) -> dict[str, list[tuple[Name, bool]]]:
+    """Every architecture that upstream registers and that has routed experts, with its blocks."""
+    found = {}
+    for name, module in modules.items():
+        for entry in module.entries:
+            blocks = blocks_of(modules, Name(name, entry))
+            if blocks:
+                found[entry] = blocks
+    return dict(sorted(found.items()))
+
+
+# --- results -----------------------------------------------------------------------------------
+
+
+@dataclass
+class Shown:
+    """What the tests of one architecture said."""
+
+    passed: list[dict[str, Any]] = field(default_factory=list)
+    failed: list[dict[str, Any]] = field(default_factory=list)
+    error: str = ""  # upstream's own, where it cannot run the family
+
+    @property
+    def is_equal(self) -> bool:
+        return bool(self.passed) and not self.failed
+
+
+def read_results(path: Path = RESULTS) -> dict[str, Shown]:
+    shown: dict[str, Shown] = defaultdict(Shown)
+    if not path.is_file():
+        return shown
+    for test in json.loads(path.read_text())["tests"].values():
+        if "architecture" not in test:
+            continue
+        entry = shown[test["architecture"]]
+        if "error" in test:
+            entry.error = test["error"]
+        elif test["outcome"] == "passed":
+            entry.passed.append(test)
+        else:
+            entry.failed.append(test)
+    return shown
+
+
+class Status(NamedTuple):
+    word: str
+    note: str
+
+
+def status_of(name: str, blocks: list[tuple[Name, bool]], shown: dict[str, Shown]) -> Status:
+    own = shown.get(name, Shown())
+    if name in families.WITHOUT_FUSED_MOE:
+        return Status("refused", families.WITHOUT_FUSED_MOE[name])
+    if _DRAFT.search(name):
+        return Status("refused", "a draft model; AFD serves no speculative decoding")
+    if own.is_equal:
+        return Status("equal", "")
+    if own.failed:
+        return Status("differs", "; ".join(sorted({t["topology"] for t in own.failed})))
+    if own.error:
+        return Status("needs GPU", f"upstream on CPU: `{own.error}`")
+    equal = sorted({other for other, entry in shown.items() if entry.is_equal})
+    return Status("not compared", _same_block(blocks, equal))
+
+
+_BLOCKS: dict[str, list[tuple[Name, bool]]] = {}
+
+
+def _same_block(blocks: list[tuple[Name, bool]], equal: list[str]) -> str:
+    ours = {block for block, _ in blocks}
+    same = [name for name in equal if ours & {block for block, _ in _BLOCKS.get(name, [])}]
+    return f"same block as {same[0]}" if same else ""
+
+
+# --- pages -------------------------------------------------------------------------------------
+
+
+def page(found: dict[str, list[tuple[Name, bool]]], shown: dict[str, Shown]) -> str:
+    _BLOCKS.update(found)
+    by_block: dict[str, list[str]] = defaultdict(list)
+    for name, blocks in found.items():
+        by_block[", ".join(f"`{block}`" for block, _ in blocks)].append(name)
+    equal_blocks = _equal_blocks(shown)
+    date, commit, seconds = _run_facts()
+    lines = [
+        "# Models",
+        "",
+        f"Generated by `scripts/gen_models.py` from the model files of sglang {UPSTREAM_VERSION} and",
+        "from `test/results/models.json`. It lists every architecture that upstream registers and that",
+        "has routed experts, grouped by the class that holds them.",
+        "",
+        f"**{len(found)} architectures, {len(by_block)} groups, {len(equal_blocks)} distinct expert "
+        "blocks equal to colocated.**",
+        "",
+        "*Equal*: a tiny random checkpoint in the family's published layout, with the family's own",
+        "traits, served by upstream alone and by AFD, FP32 on CPU (upstream's Triton kernels in Triton's",
+        "interpreter): every log probability of given sequences within 1e-4, the same greedy tokens,",
+        "and each role read only its tensors. 2A1F means two attention ranks and one FFN rank.",
+        "*Not compared*: nothing is known to be in the way; the server warns. *Needs GPU*: upstream",
+        "itself cannot run the family on a CPU, so nothing could be compared there. *Refused*: the",
+        "server ends with the reason.",
+        "",
+        "*Attention* says how the attention ranks run the model: `DP`, upstream's DP-attention form, or",
+        "`whole`, every rank a whole copy of all but the experts, as if it were alone, which works for",
+        "models without such a form. Steps of CUDA graphs were compared for Qwen3-MoE only",
+        "(`test/afd/gpu`).",
+        "",
+        f"Last whole run: {date}, commit {commit}, {seconds // 60} min {seconds % 60} s "
+        "(`make test-models`).",
+        "",
+        "| architecture | status | attention | equal with | microbatches | format | positions | "
+        "largest difference |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for block in sorted(by_block):
+        lines.append(f"| **{block}** | | | | | | | |")
+        lines += [_row(name, found[name], shown) for name in sorted(by_block[block])]
+    return "\n".join(lines) + "\n"
+
+
+def _row(name: str, blocks: list[tuple[Name, bool]], shown: dict[str, Shown]) -> str:
+    status = status_of(name, blocks, shown)
+    word = f"{status.word}: {status.note}" if status.note else status.word
+    if status.word == "refused":
+        return f"| {name} | {word} | | | | | | |"
+    attention = "DP" if families.has_dp_form(name) else "whole"
+    tests = shown[name].passed if name in shown else []
+    if not tests:
+        return f"| {name} | {word} | {attention} | | | | | |"
+    equal = ", ".join(sorted({t["topology"].partition("-")[0] for t in tests}))
+    overlap = "1, 2" if any("mb2" in t["topology"] for t in tests) else "1"
+    formats = ", ".join(sorted({t["format"] for t in tests}))
+    positions = sum(t["positions"] for t in tests)
+    largest = max(float(t["largest"]) for t in tests)
+    return (
+        f"| {name} | {word} | {attention} | {equal} | {overlap} | {formats} | {positions} "
+        f"| {largest:.0e} |"
+    )
+
+
+def _equal_blocks(shown: dict[str, Shown]) -> set[str]:
+    return {test["block"] for entry in shown.values() if entry.is_equal for test in entry.passed}
+
+
+def _run_facts() -> tuple[str, str, int]:
+    if not RESULTS.is_file():
+        return "never", "none", 0
+    run = json.loads(RESULTS.read_text())
+    return run["date"], run["commit"], round(sum(t["seconds"] for t in run["tests"].values()))
+
+
+def verified_module(shown: dict[str, Shown]) -> str:
+    names = sorted(name for name, entry in shown.items() if entry.is_equal)
+    overlap = sorted(
+        name
+        for name, entry in shown.items()
+        if entry.is_equal and any("mb2" in test["topology"] for test in entry.passed)
+    )
+    lines = [
+        '"""Generated by scripts/gen_models.py from test/results/models.json: what was shown."""',
+        "",
+    ]
+    lines += ["from __future__ import annotations", ""]
+    for comment, variable, items in (
+        ("Equal to colocated in every topology that was tried.", "EQUAL", names),
+        ("Also with two microbatches.", "EQUAL_WITH_TWO_MICROBATCHES", overlap),
+    ):
+        lines += [f"# {comment}", f"{variable}: frozenset[str] = frozenset("]
+        lines += ["    {", *(f'        "{name}",' for name in items), "    }", ")"]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    found = architectures(read_upstream())
+    shown = read_results()
+    OUT.write_text(page(found, shown))
+    VERIFIED.write_text(verified_module(shown))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""Families that upstream itself cannot run on a CPU: what its colocated engine says there.
+
+Their models get random weights from the loader ("dummy"), since nothing is compared.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from matrix.cases import start
+from matrix.harness import Zygote
+
+_ERROR = re.compile(r"^(?:\[[^\]]*\] )?(?:[\w.]*\.)?(\w*(?:Error|Exception|Interrupt)\w*: .+)$")
+
+
+@dataclass(frozen=True)
+class Absent:
+    """`error` is a regular expression that the last error in upstream's log matches."""
+
+    name: str
+    architecture: str
+    config: dict[str, Any]
+    error: str
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+
+def start_error(zygote: Zygote, row: Absent, folder: Path) -> str:
+    """The last error of a start that must fail, as the log has it.
+
+    Raises:
+        AssertionError: the engine started.
+    """
+    checkpoint = folder / row.name
+    checkpoint.mkdir()
+    (checkpoint / "config.json").write_text(
+        json.dumps({**row.config, "architectures": [row.architecture]})
+    )
+    log = folder / f"{row.name}.log"
+    arguments = {"dtype": "float32", "load_format": "dummy", **row.arguments}
+    try:
+        with start(zygote, checkpoint, log, **arguments) as engine:
+            answers = engine.run(_one_token())
+            failed = any(answer.finish != "length" for answer in answers)
+        if not failed:
+            raise StillRuns(f"{row.name} runs on CPU: give it a row in known.py or spelled.py")
+    except StillRuns:
+        raise
+    except AssertionError as error:
+        return last_error(log.read_text(errors="replace") + str(error))
+    return last_error(log.read_text(errors="replace"))
+
+
+class StillRuns(AssertionError):
+    """The row's claim is no longer true."""
+
+
+def _one_token() -> Any:
+    from matrix.jobs import Job, Request
+
+    return Job((Request((1, 2, 3), 2),), timeout_s=60)
+
+
+def last_error(log: str) -> str:
+    found = [match[1] for line in log.splitlines() if (match := _ERROR.match(line.strip()))]
+    assert found, log[-2000:]
+    return found[-1][:300]
+
+
+ROWS: tuple[Absent, ...] = ()
