@@ -279,7 +279,7 @@ def _row(name: str, blocks: list[tuple[Name, bool]], shown: dict[str, Shown]) ->
     word = f"{status.word}: {status.note}" if status.note else status.word
     if status.word == "refused":
         return f"| {name} | {word} | | | | | | |"
-    attention = "DP" if families.has_dp_form(name) else "whole"
+    attention = "DP" if name in families.WITH_DP_FORM else "whole"
     tests = shown[name].passed if name in shown else []
     if not tests:
         return f"| {name} | {word} | {attention} | | | | | |"
@@ -322,7 +322,7 @@ def verified_module(shown: dict[str, Shown]) -> str:
         ("Also with two microbatches.", "EQUAL_WITH_TWO_MICROBATCHES", overlap),
     ):
         lines += [f"# {comment}", f"{variable}: frozenset[str] = frozenset("]
-        lines += ["    {", *(f'        "{name}",' for name in items), "    }", ")"]
+        lines += ["    (", *(f'        "{name}",' for name in items), "    )", ")"]
     return "\n".join(lines) + "\n"
 
 

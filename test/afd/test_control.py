@@ -31,6 +31,7 @@ from sglang.srt.disaggregation.afd.errors import (
     PeerLost,
 )
 from sglang.srt.disaggregation.afd.messages import (
+    PROTOCOL,
     Facts,
     Ready,
     Refuse,
@@ -258,8 +259,8 @@ def test_other_protocol_is_refused_on_both_sides(cluster: Cluster) -> None:
         assert stranger.poll(5000)
         answer = decode(stranger.recv())
     assert isinstance(answer, Refuse)
-    assert "protocol 99, this side speaks 1" in answer.reason
-    with pytest.raises(HandshakeRefused, match="protocol 99, this side speaks 1"):
+    assert f"protocol 99, this side speaks {PROTOCOL}" in answer.reason
+    with pytest.raises(HandshakeRefused, match=f"protocol 99, this side speaks {PROTOCOL}"):
         leader.wait_ready(5)
 
 
@@ -270,8 +271,8 @@ def test_member_refuses_a_leader_of_another_protocol(cluster: Cluster) -> None:
         with ThreadPoolExecutor(1) as pool:
             join = pool.submit(member.join)
             identity, _ = stranger.recv_multipart()
-            stranger.send_multipart([identity, b"\x02welcome"])
-            with pytest.raises(HandshakeRefused, match="protocol 2, this side speaks 1"):
+            stranger.send_multipart([identity, b"\x63welcome"])
+            with pytest.raises(HandshakeRefused, match=f"protocol 99, this side speaks {PROTOCOL}"):
                 join.result(5)
 
 
@@ -306,7 +307,11 @@ def test_bytes_of_a_stranger_do_no_harm(cluster: Cluster) -> None:
     leader, (member,) = cluster.running()
     with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
         stranger.connect(f"tcp://{leader.address}")
-        for data in (b"\x01garbage", encode(make_ready("ffn", 0)), encode(Stop(reason="x"))):
+        for data in (
+            bytes([PROTOCOL]) + b"garbage",
+            encode(make_ready("ffn", 0)),
+            encode(Stop(reason="x")),
+        ):
             stranger.send_multipart([b"", data])
             assert stranger.poll(5000)
             assert isinstance(decode(stranger.recv()), Refuse)

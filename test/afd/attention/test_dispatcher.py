@@ -12,7 +12,7 @@ from sglang.srt.disaggregation.afd.attention import runtime as runtime_module
 from sglang.srt.disaggregation.afd.attention.dispatcher import RemoteDispatcher
 from sglang.srt.disaggregation.afd.connector.base import LinkSpec
 from sglang.srt.disaggregation.afd.connector.loopback import LoopbackAttn, LoopbackFFN, LoopbackHub
-from sglang.srt.disaggregation.afd.errors import PlanMismatch
+from sglang.srt.disaggregation.afd.errors import AFDConfigError, PlanMismatch
 from sglang.srt.disaggregation.afd.ffn.loop import FFNLoop
 from sglang.srt.disaggregation.afd.ffn.pace import Pace
 from sglang.srt.disaggregation.afd.messages import Stop
@@ -66,6 +66,8 @@ def rig(monkeypatch):
         fake = types.SimpleNamespace(
             plan=plan,
             capacity=CAPACITY,
+            spec=spec,
+            device=torch.device("cpu"),
             connector=LoopbackAttn(hub, 0),
             add_layer=lambda dispatcher: None,
             count_tokens=lambda ids: counted.append(int((ids >= 0).any(1).sum())),
@@ -73,7 +75,9 @@ def rig(monkeypatch):
         monkeypatch.setattr(runtime_module, "_runtime", fake)
         dispatchers = []
         for layer in range(LAYERS):
-            dispatcher = RemoteDispatcher(types.SimpleNamespace(layer_id=layer))
+            dispatcher = RemoteDispatcher(
+                types.SimpleNamespace(layer_id=layer, apply_router_weight_on_input=False)
+            )
             dispatcher.layer = layer
             dispatchers.append(dispatcher)
         control = Control([plan])
@@ -155,3 +159,40 @@ def test_dispatch_twice_without_combine_is_refused(rig):
     dispatchers[0].dispatch_a(hidden, topk(2))
     with pytest.raises(PlanMismatch, match="layer 0, microbatch 0: dispatched twice"):
         dispatchers[0].dispatch_a(hidden, topk(2))
+
+
+def test_rank_without_tokens_takes_part_with_no_rows(rig):
+    dispatchers, finish = rig(0, microbatches=2)
+    for dispatcher in dispatchers:
+        for microbatch in (0, 1):
+            dispatcher.send_nothing(microbatch)
+    assert finish() == ([(1, 0)], [0, 0])
+
+
+def test_weight_on_the_input_is_applied_before_the_row_leaves(monkeypatch):
+    sent = []
+    fake = types.SimpleNamespace(
+        plan=make_plan(0, "decode", (5,), CAPACITY, 1, 0),
+        capacity=CAPACITY,
+        connector=types.SimpleNamespace(dispatch=lambda *args: sent.append(args)),
+        add_layer=lambda dispatcher: None,
+        count_tokens=lambda ids: None,
+    )
+    monkeypatch.setattr(runtime_module, "_runtime", fake)
+    dispatcher = RemoteDispatcher(
+        types.SimpleNamespace(layer_id=0, apply_router_weight_on_input=True, top_k=1)
+    )
+    hidden, weights = torch.randn(5, HIDDEN), torch.rand(5, 1)
+    dispatcher.dispatch(
+        hidden, types.SimpleNamespace(topk_ids=torch.zeros(5, 1), topk_weights=weights)
+    )
+    _, sent_hidden, _, sent_weights, _ = sent[0]
+    torch.testing.assert_close(sent_hidden, hidden * weights)
+    assert sent_weights.eq(1).all()
+
+
+def test_weights_on_inputs_of_several_experts_are_refused(rig):
+    rig(1)
+    config = types.SimpleNamespace(layer_id=3, apply_router_weight_on_input=True, top_k=2)
+    with pytest.raises(AFDConfigError, match="MoE layer 3 weighs its input once for each of its 2"):
+        RemoteDispatcher(config)

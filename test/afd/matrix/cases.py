@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from matrix.harness import Engine, Zygote
 from matrix.jobs import Answer, EngineSpec, Job
 from matrix.patterns import CAPACITY, PATTERNS, teacher_forced, without_generation
+from served.server import free_port
 
 MAX_TOTAL_TOKENS = 16384
 
@@ -68,7 +69,7 @@ class Reference:
 def start(
     zygote: Zygote, model: Path, log: Path, faults: tuple[str, ...] = (), **arguments: Any
 ) -> Engine:
-    common = {"max_total_tokens": MAX_TOTAL_TOKENS, "log_level": "info"}
+    common = {"max_total_tokens": MAX_TOTAL_TOKENS, "log_level": "info", "port": free_port()}
     return Engine(zygote, EngineSpec(model, log, {**common, **arguments}, faults))
 
 

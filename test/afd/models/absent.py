@@ -13,6 +13,8 @@ from typing import Any
 
 from matrix.cases import start
 from matrix.harness import Zygote
+from models import known, spelled
+from models.families import RECURRENT, TRITON
 
 _ERROR = re.compile(r"^(?:\[[^\]]*\] )?(?:[\w.]*\.)?(\w*(?:Error|Exception|Interrupt)\w*: .+)$")
 
@@ -70,4 +72,53 @@ def last_error(log: str) -> str:
     return found[-1][:300]
 
 
-ROWS: tuple[Absent, ...] = ()
+_DSA = {
+    **known.COMMON,
+    **known.MLA,
+    **known.ROUTED,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 2.5,
+    "moe_layer_freq": 1,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "norm_topk_prob": True,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "attention_bias": False,
+    "index_n_heads": 4,
+    "index_head_dim": 64,
+    "index_topk": 64,
+}
+
+ROWS = (
+    Absent(
+        "bailing_moe_linear",
+        "BailingMoeV2_5ForCausalLM",
+        {
+            **spelled.COMMON,
+            **spelled.BAILING,
+            **spelled.MLA_CONFIG,
+            "model_type": "bailing_hybrid",
+            "num_hidden_layers": 4,
+            "layer_group_size": 2,
+            "group_norm_size": 4,
+            "head_dim": 128,
+        },
+        "not in full attention layers",
+        {**RECURRENT, **TRITON},
+    ),
+    Absent(
+        "deepseek_v32",
+        "DeepseekV32ForCausalLM",
+        {**_DSA, "model_type": "deepseek_v32"},
+        "CUDA",
+    ),
+    Absent(
+        "glm_moe_dsa",
+        "GlmMoeDsaForCausalLM",
+        {**_DSA, "model_type": "glm_moe_dsa"},
+        "CUDA",
+    ),
+)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+import socket
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -114,7 +115,28 @@ def disaggregated(
 
 
 def _arguments(family: Family) -> dict[str, Any]:
-    return {"dtype": "float32", **family.arguments}
+    return {"dtype": "float32", "port": _free_port(), **family.arguments}
+
+
+def _free_port() -> int:
+    """Below the ports that the kernel gives away; upstream derives others from it, all free now.
+
+    Upstream's default is the same for every engine, and two may run at a time on one machine.
+    """
+    chooser = random.SystemRandom()
+    while True:
+        port = chooser.randrange(10000, 32000)
+        if all(_is_free(port + delta) for delta in (0, *range(233, 242))):
+            return port
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
 
 
 def _prompts() -> Job:

@@ -58,11 +58,13 @@ def _row(
     extra: dict[str, Any] | None = None,
     arguments: dict[str, Any] | None = None,
     renamed: tuple[str, str] | None = None,
+    as_architecture: str | None = None,
     **traits: Any,
 ) -> Family:
     """`classes` is "Model/Config" in transformers; `architecture` if upstream spells it differently.
 
     `renamed` is a part of tensor names that transformers writes, and how it is published.
+    `as_architecture` is what upstream makes of the checkpoint, if that is not what it is.
     """
     model, config = classes.split("/")
     own = {**(extra or {}), "architectures": [architecture or model]}
@@ -71,7 +73,7 @@ def _row(
     def build(folder: Path) -> Path:
         return write_transformers(folder, model, config, full, own, renamed)
 
-    return Family(name, architecture or model, build, arguments or {}, **traits)
+    return Family(name, as_architecture or architecture or model, build, arguments or {}, **traits)
 
 
 FAMILIES = (
@@ -111,6 +113,14 @@ FAMILIES = (
         "qwen3_moe",
         "Qwen3MoeForCausalLM/Qwen3MoeConfig",
         {**MOE, "norm_topk_prob": True},
+    ),
+    _row(
+        "transformers",
+        "Qwen3MoeForCausalLM/Qwen3MoeConfig",
+        {**MOE, "norm_topk_prob": True},
+        as_architecture="TransformersMoEForCausalLM",
+        arguments={"model_impl": "transformers"},
+        microbatches=1,
     ),
     _row(
         "qwen3_next",

@@ -108,6 +108,20 @@ BAILING = {
 }
 
 
+def _sarvam(prefix: str, index: int) -> Layout:
+    below = f"{prefix}.mlp"
+    attn = latent_attention(f"{prefix}.self_attn", HIDDEN, HEADS, **MLA, q_lora=32)
+    if index == 0:
+        return {**attn, **mlp(below, HIDDEN, INNER)}
+    return {
+        **attn,
+        **linear(f"{below}.gate", EXPERTS, HIDDEN),
+        f"{below}.gate.e_score_correction_bias": (EXPERTS,),
+        **experts(f"{below}.experts", EXPERTS, HIDDEN, EXPERT_INNER),
+        **mlp(f"{below}.shared_experts", HIDDEN, EXPERT_INNER),
+    }
+
+
 # --- SDAR, MiMo-V2, Step-3.5, Grok -------------------------------------------------------------
 
 
@@ -204,11 +218,20 @@ FAMILIES = (
         decoder(3, HIDDEN, VOCAB, _bailing, embedding="word_embeddings"),
     ),
     _row(
-        "sarvam_moe",
-        "sarvam_moe",
-        "SarvamMoEForCausalLM",
+        "sarvam_mla",
+        "sarvam_mla",
+        "SarvamMLAForCausalLM",
+        {**BAILING, **MLA_CONFIG, "num_key_value_heads": HEADS},
+        decoder(3, HIDDEN, VOCAB, _sarvam),
+        arguments=TRITON,
+    ),
+    _row(
+        "llada2",
+        "llada2_moe",
+        "LLaDA2MoeModelLM",
         BAILING,
         decoder(3, HIDDEN, VOCAB, _bailing, embedding="word_embeddings"),
+        microbatches=1,  # a prompt in two halves is another one where attention looks ahead
     ),
     _row(
         "sdar_moe",

@@ -139,8 +139,8 @@ class AFDServerArgs(upstream.ServerArgs):
             return
         self.tp_size = self.dp_size = settings.attn_ranks
         self.enable_dp_attention = settings.attn_ranks > 1
-        families.check(self)
-        self._afd_alone = not families.has_dp_form(families.architecture(self))
+        families.check(self, settings.microbatches)
+        self._afd_alone = not families.has_dp_form(self)
         # The value on which upstream's models take their "local tokens, no all-reduce" branch;
         # our dispatcher takes DeepEP's place, DeepEP itself need not be installed.
         self.moe_a2a_backend = "deepep"

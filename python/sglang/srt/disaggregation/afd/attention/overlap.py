@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from sglang.srt.disaggregation.afd.attention import runtime
-from sglang.srt.disaggregation.afd.errors import AFDError
+from sglang.srt.disaggregation.afd.errors import AFDConfigError, AFDError
 
 HALVES = (0, 1)
 # Upstream has operations for these; they need the expert-parallel branch of the model.
@@ -280,6 +280,11 @@ class Layer:
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         global _step
         batch = next((v for v in (*args, *kwargs.values()) if hasattr(v, "tbo_children")), None)
+        if batch is None and runtime.current().plan.microbatches == 2:
+            raise AFDError(
+                f"{type(self.module).__name__} is not told its batch, so it cannot run the halves that "
+                "the FFN ranks expect; use --afd-microbatches 1"
+            )
         overlaps = batch is not None and batch.can_run_tbo and batch.tbo_children is not None
         if not overlaps or (_step is None and not self.has_experts):
             return self.forward(*args, **kwargs)
@@ -296,14 +301,24 @@ class Layer:
 
 
 def wrap(model: torch.nn.Module) -> None:
-    """Wrap the decoder layers of `model`, unless upstream has operations for them."""
+    """Wrap the decoder layers of `model`, unless upstream has operations for them.
+
+    Raises:
+        AFDConfigError: there is no list of layers that holds all experts.
+    """
     for layers in (m for m in model.modules() if isinstance(m, torch.nn.ModuleList)):
         has_experts = any(_holds_experts(layer) for layer in layers)
-        if not has_experts or type(layers[-1]).__name__ in _UPSTREAMS:
+        if not has_experts:
             continue
+        if type(layers[-1]).__name__ in _UPSTREAMS:
+            return
         for index, module in enumerate(layers):
             Layer(module, index, is_last=index == len(layers) - 1)
         return
+    raise AFDConfigError(
+        f"--afd-microbatches 2 does not work with a {type(model).__name__}: it has no list of decoder "
+        "layers; leave the flag out"
+    )
 
 
 def _holds_experts(module: torch.nn.Module) -> bool:

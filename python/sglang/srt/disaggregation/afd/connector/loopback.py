@@ -63,8 +63,9 @@ class LoopbackHub:
         """
         name = self.spec.topology.rank_name
         wait = Wait(name(dest), name(source), transfer, expected)
-        box = self._boxes[source, dest, transfer.microbatch]
         with self._changed:
+            # Looked up under the lock: two threads that both miss it would make two boxes.
+            box = self._boxes[source, dest, transfer.microbatch]
             arrived = self._changed.wait_for(
                 lambda: box or {source, dest} & self._closed, timeout=self.spec.timeout_s
             )

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sglang.srt.disaggregation.afd.errors import AFDConfigError
+from sglang.srt.disaggregation.afd.models import verified
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.afd.server_args import AFDServerArgs
@@ -51,6 +52,8 @@ WITHOUT_FUSED_MOE = {
     "QuantMixtralForCausalLM": "its experts are a list of separate modules, not upstream's FusedMoE",
     "XverseMoeForCausalLM": _OWN_KERNEL,
 }
+# A prompt that is split between two microbatches would be another prompt to them.
+NOT_CAUSAL = {"LLaDA2MoeModelLM": "its attention looks ahead within a prompt"}
 
 
 def architecture(args: AFDServerArgs) -> str:
@@ -69,12 +72,12 @@ def architecture(args: AFDServerArgs) -> str:
     return str(names[0])
 
 
-def has_dp_form(name: str) -> bool:
+def has_dp_form(args: AFDServerArgs) -> bool:
     """True if attention ranks run upstream's DP-attention form of the model."""
-    return name in WITH_DP_FORM
+    return args.model_impl != "transformers" and architecture(args) in WITH_DP_FORM
 
 
-def check(args: AFDServerArgs) -> None:
+def check(args: AFDServerArgs, microbatches: int) -> None:
     """Refuse an architecture that cannot work, by name; warn of one that no test covers.
 
     Raises:
@@ -86,4 +89,22 @@ def check(args: AFDServerArgs) -> None:
         raise AFDConfigError(
             f"--model-path {args.model_path} is a {name}, which --disaggregation-mode afd does not "
             f"serve: {reason}. Serve it without the flag; docs/models.md lists what AFD serves"
+        )
+    if microbatches == 2 and name in NOT_CAUSAL:
+        raise AFDConfigError(
+            f"--afd-microbatches 2 does not work with a {name}: {NOT_CAUSAL[name]}; leave the flag out"
+        )
+    if microbatches == 2 and args.model_impl == "transformers":
+        raise AFDConfigError(
+            "--afd-microbatches 2 does not work with --model-impl transformers: its layers are not "
+            "told which half of a batch they see; drop one of them"
+        )
+    shown = verified.EQUAL_WITH_TWO_MICROBATCHES if microbatches == 2 else verified.EQUAL
+    if name and name not in shown:
+        logger.warning(
+            "AFD: no test compares %s, --afd-microbatches %d, with colocated serving; docs/models.md "
+            "lists the %d architectures that are compared. Check its answers before you rely on them",
+            name,
+            microbatches,
+            len(shown),
         )
