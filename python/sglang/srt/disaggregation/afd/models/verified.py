@@ -3,12 +3,6 @@
 from __future__ import annotations
 
 # Equal to colocated in every topology that was tried.
-EQUAL: frozenset[str] = frozenset(
-    (
-    )
-)
+EQUAL: frozenset[str] = frozenset(())
 # Also with two microbatches.
-EQUAL_WITH_TWO_MICROBATCHES: frozenset[str] = frozenset(
-    (
-    )
-)
+EQUAL_WITH_TWO_MICROBATCHES: frozenset[str] = frozenset(())

@@ -1,0 +1,69 @@
+"""Which formats of expert weights AFD serves, by the method that the checkpoint names.
+
+Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.disaggregation.afd.errors import AFDConfigError
+
+if TYPE_CHECKING:
+    from sglang.srt.disaggregation.afd.server_args import AFDServerArgs
+
+logger = logging.getLogger(__name__)
+
+# What the FFN ranks' loading and grouped GEMM are made for.
+SERVED = {
+    "": "unquantised (FP32, BF16, FP16)",
+    "fp8": "FP8, in blocks or whole tensors; needs a GPU",
+}
+# Upstream loads these, and its modules would do so here; no run has shown it.
+UNTESTED = {
+    "compressed-tensors": "per-channel FP8, INT8 and packed formats",
+    "modelopt_fp8": "FP8 of ModelOpt",
+    "modelopt_fp4": "NVFP4",
+    "mxfp4": "MXFP4",
+    "awq": "AWQ",
+    "awq_marlin": "AWQ",
+    "gptq_marlin": "GPTQ",
+    "moe_wna16": "INT8 and INT4 weights",
+    "w8a8_int8": "INT8",
+    "w8a8_fp8": "per-channel FP8",
+    "quark": "Quark",
+    "bitsandbytes": "bitsandbytes",
+    "gguf": "GGUF",
+}
+
+
+def method(args: AFDServerArgs, config: dict[str, Any]) -> str:
+    """Quantisation method of the flag, else of config.json; empty for none."""
+    if args.quantization not in (None, "unquant"):
+        return str(args.quantization)
+    quantization = config.get("quantization_config") or {}
+    return str(quantization.get("quant_method") or "")
+
+
+def check(args: AFDServerArgs, config: dict[str, Any]) -> None:
+    """Refuse a format that nobody tried, unless the user wants to.
+
+    Raises:
+        AFDConfigError: names the format and the way out.
+    """
+    name = method(args, config)
+    if name in SERVED:
+        return
+    text = (
+        f"--model-path {args.model_path} holds experts as {name} ({UNTESTED.get(name, 'unknown')})"
+    )
+    if args.afd_allow_untested:
+        logger.warning(
+            "AFD: %s, which no test covers; check the answers before you rely on them", text
+        )
+        return
+    raise AFDConfigError(
+        f"{text}, which is untested with --disaggregation-mode afd; use an unquantised or FP8 "
+        "checkpoint, serve this one without the flag, or add --afd-allow-untested to try"
+    )
