@@ -354,7 +354,11 @@ def verified_module(shown: dict[str, Shown]) -> str:
         ("Equal to colocated in every topology that was tried.", "EQUAL", names),
         ("Also with two microbatches.", "EQUAL_WITH_TWO_MICROBATCHES", overlap),
     ):
-        lines += [f"# {comment}", f"{variable}: frozenset[str] = frozenset("]
+        lines.append(f"# {comment}")
+        if not items:  # as the formatter writes it
+            lines.append(f"{variable}: frozenset[str] = frozenset(())")
+            continue
+        lines.append(f"{variable}: frozenset[str] = frozenset(")
         lines += ["    (", *(f'        "{name}",' for name in items), "    )", ")"]
     return "\n".join(lines) + "\n"
 

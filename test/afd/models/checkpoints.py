@@ -57,11 +57,12 @@ def write_transformers(
     settings: dict[str, Any],
     extra: dict[str, Any],
     renamed: tuple[str, str] | None = None,
+    unpublished: str = "",
 ) -> Path:
     """The checkpoint that transformers saves for these settings, with our weights in it.
 
     `extra` entries go into config.json only, where upstream reads more than the class knows;
-    `renamed` replaces a part of tensor names.
+    `renamed` replaces a part of tensor names, and names that match `unpublished` are left out.
     """
     import transformers
     from safetensors import safe_open
@@ -74,6 +75,8 @@ def write_transformers(
         published = json.loads((Path(saved) / "config.json").read_text())
         with safe_open(Path(saved) / "model.safetensors", framework="pt") as file:
             layout = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
+    if unpublished:
+        layout = {name: shape for name, shape in layout.items() if not re.search(unpublished, name)}
     if renamed is not None:
         layout = {name.replace(*renamed): shape for name, shape in layout.items()}
     return write(folder, {**published, "dtype": "float32", **extra}, layout)

@@ -58,12 +58,14 @@ def _row(
     extra: dict[str, Any] | None = None,
     arguments: dict[str, Any] | None = None,
     renamed: tuple[str, str] | None = None,
+    unpublished: str = "",
     as_architecture: str | None = None,
     **traits: Any,
 ) -> Family:
     """`classes` is "Model/Config" in transformers; `architecture` if upstream spells it differently.
 
-    `renamed` is a part of tensor names that transformers writes, and how it is published.
+    `renamed` is a part of tensor names that transformers writes, and how it is published;
+    `unpublished` a regular expression of names that it writes and nobody publishes.
     `as_architecture` is what upstream makes of the checkpoint, if that is not what it is.
     """
     model, config = classes.split("/")
@@ -71,7 +73,7 @@ def _row(
     full = settings if "text_config" in settings else {**COMMON, **settings}
 
     def build(folder: Path) -> Path:
-        return write_transformers(folder, model, config, full, own, renamed)
+        return write_transformers(folder, model, config, full, own, renamed, unpublished)
 
     return Family(name, as_architecture or architecture or model, build, arguments or {}, **traits)
 
@@ -378,6 +380,7 @@ FAMILIES = (
             "zero_expert_type": "identity",
         },
         arguments=TRITON,
+        unpublished=r"\.experts\.(8|9|1\d)\.",  # of experts that only pass rows through
     ),
     _row(
         "gemma4",
@@ -396,6 +399,7 @@ FAMILIES = (
         },
         extra={"swa_num_key_value_heads": 2},
         arguments=TRITON,
+        fused_experts=True,
     ),
     _row(
         "mellum",
