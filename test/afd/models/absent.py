@@ -144,10 +144,10 @@ ROWS = (
         "fp8_channel",
         "FP8 per channel (`compressed-tensors`)",
         _per_channel("float"),
-        "CUDA",
+        "CUDA|NVIDIA",
         "bfloat16",
     ),
-    _format("int8", "INT8 (`compressed-tensors`)", _per_channel("int"), "CUDA", "bfloat16"),
+    _format("int8", "INT8 (`compressed-tensors`)", _per_channel("int"), "CUDA|NVIDIA", "bfloat16"),
     _format(
         "awq",
         "AWQ (`awq`)",
@@ -189,12 +189,12 @@ ROWS = (
         "deepseek_v32",
         "DeepseekV32ForCausalLM",
         {**_DSA, "model_type": "deepseek_v32"},
-        "CUDA",
+        "CUDA|NVIDIA",
     ),
     Absent(
         "glm_moe_dsa",
         "GlmMoeDsaForCausalLM",
         {**_DSA, "model_type": "glm_moe_dsa"},
-        "CUDA",
+        "CUDA|NVIDIA",
     ),
 )

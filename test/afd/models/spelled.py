@@ -41,6 +41,9 @@ MLA_CONFIG = {
     "v_head_dim": 16,
 }
 
+# A prompt whose beginning comes from the cache, or in two halves, is another one to these models.
+LOOKS_AHEAD = {"disable_radix_cache": True}
+
 
 def _row(
     name: str,
@@ -231,7 +234,8 @@ FAMILIES = (
         "LLaDA2MoeModelLM",
         BAILING,
         decoder(3, HIDDEN, VOCAB, _bailing, embedding="word_embeddings"),
-        microbatches=1,  # a prompt in two halves is another one where attention looks ahead
+        arguments=LOOKS_AHEAD,
+        microbatches=1,
     ),
     _row(
         "sdar_moe",
@@ -244,6 +248,8 @@ FAMILIES = (
             "norm_topk_prob": True,
         },
         decoder(3, HIDDEN, VOCAB, _sdar),
+        arguments=LOOKS_AHEAD,
+        microbatches=1,
     ),
     _row(
         "mimo_v2",

@@ -113,6 +113,21 @@ def test_form_of_attention_ranks(arguments):
     assert not families.has_dp_form(arguments("NobodysForCausalLM"))
 
 
+def test_who_multiplies_by_the_routed_scaling_factor(arguments):
+    """As upstream's model files say: a branch for expert parallelism with the factor in it."""
+    assert families.SCALES_ITSELF <= families.WITH_DP_FORM
+    assert families.scales_itself(arguments("DeepseekV3ForCausalLM"))
+    assert not families.scales_itself(arguments("DeepseekV3ForCausalLM", model_impl="transformers"))
+    assert not families.scales_itself(arguments("BailingMoeV2ForCausalLM"))
+    spec = importlib.util.find_spec("sglang")
+    models = Path(spec.origin).parent / "srt" / "models"
+    for name, scales in (("deepseek_v2", True), ("glm4_moe", True), ("bailing_moe", False)):
+        text = (models / f"{name}.py").read_text()
+        branch = text[text.index("def forward_deepep") :]
+        branch = branch[: branch.index("\n    def ", 1)] if "\n    def " in branch[1:] else branch
+        assert ("self.routed_scaling_factor" in branch) == scales, name
+
+
 def test_every_name_is_one_of_upstreams(found):
     assert set(families.WITH_DP_FORM) <= set(found)
     assert set(families.WITHOUT_FUSED_MOE) <= set(found)

@@ -38,6 +38,9 @@ def expert_blocks(model: Any) -> set[str]:
 def poison_parameters() -> None:
     import torch
 
+    # Nothing initialised CUDA here. Without this, PyTorch would blame the fork for a missing GPU.
+    torch.cuda._is_in_bad_fork = lambda: False
+
     from sglang.srt.model_loader import loader
 
     initialize = loader._initialize_model

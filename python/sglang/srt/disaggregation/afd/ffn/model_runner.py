@@ -9,7 +9,7 @@ import torch
 
 from sglang.srt.disaggregation.afd import facts
 from sglang.srt.disaggregation.afd.ffn.experts import LocalExperts
-from sglang.srt.disaggregation.afd.models import loaders, weights
+from sglang.srt.disaggregation.afd.models import families, loaders, weights
 from sglang.srt.disaggregation.afd.topology import Topology
 
 logger = logging.getLogger(__name__)
@@ -61,6 +61,9 @@ class FFNModelRunner:
             (m for m in self._model.modules() if isinstance(m, FusedMoE) and _is_ours(m)),
             key=lambda m: m.layer_id,
         )
+        if families.scales_itself(server_args):
+            for module in self._modules:
+                module.moe_runner_config.routed_scaling_factor = None
         num_experts = {m.afd_num_experts for m in self._modules}
         self.shape = facts.expert_shape(
             [m.moe_runner_config for m in self._modules],

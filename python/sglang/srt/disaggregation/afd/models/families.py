@@ -43,6 +43,18 @@ WITH_DP_FORM = frozenset(
         "Qwen3_5MoeForConditionalGeneration",
     }
 )
+# Of these, the ones whose expert-parallel branch multiplies by the routed scaling factor. On a GPU
+# upstream's kernel for one rank would do it again; on a CPU it does not.
+SCALES_ITSELF = frozenset(
+    {
+        "DeepseekV2ForCausalLM",
+        "DeepseekV32ForCausalLM",
+        "DeepseekV3ForCausalLM",
+        "Glm4MoeForCausalLM",
+        "Glm4MoeLiteForCausalLM",
+        "GlmMoeDsaForCausalLM",
+    }
+)
 _OWN_KERNEL = "its experts are tensors of their own with a kernel call, not upstream's FusedMoE"
 # Attention ranks would keep these experts, and FFN ranks would find none.
 WITHOUT_FUSED_MOE = {
@@ -53,7 +65,8 @@ WITHOUT_FUSED_MOE = {
     "XverseMoeForCausalLM": _OWN_KERNEL,
 }
 # A prompt that is split between two microbatches would be another prompt to them.
-NOT_CAUSAL = {"LLaDA2MoeModelLM": "its attention looks ahead within a prompt"}
+_LOOKS_AHEAD = "its attention looks ahead within a prompt"
+NOT_CAUSAL = {"LLaDA2MoeModelLM": _LOOKS_AHEAD, "SDARMoeForCausalLM": _LOOKS_AHEAD}
 
 
 def read_config(args: AFDServerArgs) -> dict[str, Any]:
@@ -81,6 +94,11 @@ def has_dp_form(args: AFDServerArgs) -> bool:
     """True if attention ranks run upstream's DP-attention form of the model."""
     name = architecture(read_config(args))
     return args.model_impl != "transformers" and name in WITH_DP_FORM
+
+
+def scales_itself(args: AFDServerArgs) -> bool:
+    """True if attention ranks multiply expert outputs by the routed scaling factor."""
+    return has_dp_form(args) and architecture(read_config(args)) in SCALES_ITSELF
 
 
 def check(args: AFDServerArgs, microbatches: int) -> None:
