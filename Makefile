@@ -33,7 +33,7 @@ help:
 
 install: $(STAMP)
 
-$(STAMP): python/pyproject.toml constraints.txt
+$(STAMP): python/pyproject.toml sgl-kernel/pyproject.toml constraints.txt
 	@if [ -z "$(PYTHON)" ]; then \
 		echo "make: SGLang-AFD needs Python 3.11 or 3.12, and neither is on PATH." >&2; \
 		echo "make: install one, or name it: make PYTHON=/path/to/python3.11" >&2; exit 1; fi
@@ -43,6 +43,7 @@ $(STAMP): python/pyproject.toml constraints.txt
 	@echo "Installing SGLang and PyTorch: about 9 GB the first time, minutes on a fast link."
 	$(PY) -m pip install -c constraints.txt setuptools
 	$(PY) -m pip install -c constraints.txt --no-build-isolation -e 'python[test]'
+	$(PY) -m pip install --no-deps --no-build-isolation -e sgl-kernel
 	$(PY) -m pip check
 	sha256sum constraints.txt | cut -d ' ' -f 1 >$@
 

@@ -40,6 +40,8 @@ def text() -> str:
         has = "yes" if row.available else "no"
         if row.one_process:
             has = "tests only"
+        elif row.benchmark_only:
+            has = "benchmarks only"
         lines.append(f"| `{row.name}` | {row.device} | {has} | {row.description} |")
     lines += [
         "",

@@ -1,7 +1,8 @@
 """Write docs/models.md and models/verified.py of the package. Run by `make docs`.
 
 The architectures and their expert blocks are read from upstream's model files, which are parsed and
-not imported; what was shown is read from test/results/models.json, which `make test-models` writes.
+not imported; what was shown is read from test/results/models.json, which `make test-models` writes,
+and from test/results/models_gpu.json, from test/afd/models/test_gpu.py on a host with two GPUs.
 """
 
 from __future__ import annotations
@@ -20,10 +21,13 @@ from sglang.srt.disaggregation.afd.patches import UPSTREAM_VERSION
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "test" / "results" / "models.json"
+GPU_RESULTS = RESULTS.with_name("models_gpu.json")
 OUT = ROOT / "docs" / "models.md"
 VERIFIED = ROOT / "python/sglang/srt/disaggregation/afd/models/verified.py"
 PACKAGE = "sglang.srt.models"
 _DRAFT = re.compile(r"NextN|MTP|Eagle|DSpark")
+# Compared by test/afd/gpu, which has no JSON.
+WITH_GRAPHS = frozenset({"Qwen3MoeForCausalLM"})
 _MAKERS = {"FusedMoE", "get_moe_impl_class"}
 _OWN_KERNELS = {"fused_moe", "fused_experts"}
 
@@ -126,12 +130,9 @@ def blocks_of(modules: dict[str, Module], start: Name) -> list[tuple[Name, bool]
             if current.name in module.imports:
                 todo.append(module.imports[current.name])
             continue
-        names = names_in(node, module)
-        if isinstance(node, ast.ClassDef):
-            if _called(node) & _MAKERS:
-                found.append((current, True))
-            elif names & _OWN_KERNELS or _has_expert_list(node):
-                found.append((current, False))
+        names, makes = _facts_of(node, module)
+        if makes is not None:
+            found.append((current, makes))
         for name in sorted(names, key=str):
             if isinstance(name, Name):
                 todo.append(name)
@@ -140,6 +141,23 @@ def blocks_of(modules: dict[str, Module], start: Name) -> list[tuple[Name, bool]
             elif name in module.imports:
                 todo.append(module.imports[name])
     return sorted(found)
+
+
+_facts: dict[int, tuple[set[Name | str], bool | None]] = {}
+
+
+def _facts_of(node: ast.stmt, module: Module) -> tuple[set[Name | str], bool | None]:
+    """Names below a node, and whether it makes experts as `FusedMoE`, in another way, or none; most
+    nodes are reached from many entry classes."""
+    if id(node) not in _facts:
+        names, makes = names_in(node, module), None
+        if isinstance(node, ast.ClassDef):
+            if _called(node) & _MAKERS:
+                makes = True
+            elif names & _OWN_KERNELS or _has_expert_list(node):
+                makes = False
+        _facts[id(node)] = names, makes
+    return _facts[id(node)]
 
 
 def _has_expert_list(node: ast.AST) -> bool:
@@ -174,30 +192,45 @@ class Shown:
 
     passed: list[dict[str, Any]] = field(default_factory=list)
     failed: list[dict[str, Any]] = field(default_factory=list)
-    error: str = ""  # upstream's own, where it cannot run the family
+    error: str = ""  # upstream's own, where it cannot run the family on a CPU
+    gpu_error: str = ""  # and on a GPU
 
     @property
     def is_equal(self) -> bool:
         return bool(self.passed) and not self.failed
 
 
-def read_results(path: Path = RESULTS) -> dict[str, Shown]:
+def read_results(path: Path = RESULTS, gpu_path: Path = GPU_RESULTS) -> dict[str, Shown]:
+    """By architecture; tests that are about a format of expert weights are not among them."""
     shown: dict[str, Shown] = defaultdict(Shown)
-    if not path.is_file():
-        return shown
-    for test in json.loads(path.read_text())["tests"].values():
-        if "architecture" not in test:
+    for on_gpu, test in [
+        *((False, test) for test in _tests(path)),
+        *((True, test) for test in _tests(gpu_path)),
+    ]:
+        if "architecture" not in test or test.get("methods"):
             continue
-        if test.get("format") and "error" in test:
-            continue  # about the format, not about the architecture
+        if test.get("format") and "error" in test and not on_gpu:
+            continue
         entry = shown[test["architecture"]]
         if "error" in test:
-            entry.error = test["error"]
+            if on_gpu:
+                entry.gpu_error = test["error"]
+            else:
+                entry.error = test["error"]
         elif test["outcome"] == "passed":
             entry.passed.append(test)
-        else:
+        elif test["outcome"] != "skipped":
             entry.failed.append(test)
     return shown
+
+
+def _tests(path: Path) -> list[dict[str, Any]]:
+    return list(json.loads(path.read_text())["tests"].values()) if path.is_file() else []
+
+
+def formats_shown(path: Path = GPU_RESULTS) -> dict[str, dict[str, Any]]:
+    """The test of each method in `models/formats.py` that was run on GPUs."""
+    return {method: test for test in _tests(path) for method in test.get("methods", "").split()}
 
 
 class Status(NamedTuple):
@@ -207,8 +240,8 @@ class Status(NamedTuple):
 
 def status_of(name: str, blocks: list[tuple[Name, bool]], shown: dict[str, Shown]) -> Status:
     own = shown.get(name, Shown())
-    if name in families.WITHOUT_FUSED_MOE:
-        return Status("refused", families.WITHOUT_FUSED_MOE[name])
+    if name in families.REFUSED:
+        return Status("refused", families.REFUSED[name])
     if _DRAFT.search(name):
         return Status("refused", "a draft model; AFD serves no speculative decoding")
     if own.is_equal:
@@ -216,7 +249,8 @@ def status_of(name: str, blocks: list[tuple[Name, bool]], shown: dict[str, Shown
     if own.failed:
         return Status("differs", "; ".join(sorted({t["topology"] for t in own.failed})))
     if own.error:
-        return Status("needs GPU", f"upstream on CPU: `{own.error}`")
+        on_gpu = f"; upstream on a GPU: `{own.gpu_error}`" if own.gpu_error else ""
+        return Status("needs GPU", f"upstream on CPU: `{own.error}`{on_gpu}")
     equal = sorted({other for other, entry in shown.items() if entry.is_equal})
     return Status("not compared", _same_block(blocks, equal))
 
@@ -238,7 +272,7 @@ def page(found: dict[str, list[tuple[Name, bool]]], shown: dict[str, Shown]) -> 
     by_block: dict[str, list[str]] = defaultdict(list)
     for name, blocks in found.items():
         by_block[", ".join(f"`{block}`" for block, _ in blocks)].append(name)
-    equal_blocks = _equal_blocks(shown)
+    equal_blocks = _equal_blocks(shown, found)
     date, commit, seconds = _run_facts()
     lines = [
         "# Models",
@@ -254,24 +288,27 @@ def page(found: dict[str, list[tuple[Name, bool]]], shown: dict[str, Shown]) -> 
         "traits, served by upstream alone and by AFD, FP32 on CPU (upstream's Triton kernels in Triton's",
         "interpreter): every log probability of given sequences within 1e-4, the same greedy tokens,",
         "and each role read only its tensors. 2A1F means two attention ranks and one FFN rank.",
+        "On GPUs (1A1F, BF16 or 16-bit activations) the mean difference of log probabilities is at most",
+        "1.5 times that of the colocated server between one sequence at a time and all at once, or 0.02.",
         "*Not compared*: nothing is known to be in the way; the server warns. *Needs GPU*: upstream",
         "itself cannot run the family on a CPU, so nothing could be compared there. *Refused*: the",
         "server ends with the reason.",
         "",
         "*Attention* says how the attention ranks run the model: `DP`, upstream's DP-attention form, or",
         "`whole`, every rank a whole copy of all but the experts, as if it were alone, which works for",
-        "models without such a form. Steps of CUDA graphs were compared for Qwen3-MoE only",
-        "(`test/afd/gpu`).",
+        "models without such a form. *Graphs*: decode steps were CUDA graphs on both roles and gave the",
+        "same tokens.",
         "",
-        f"Last whole run: {date}, commit {commit}, {seconds // 60} min {seconds % 60} s "
+        f"Last whole run: {date}, commit {commit}, {seconds // 60} min {seconds % 60} s on two cores "
         "(`make test-models`).",
+        *_gpu_facts(),
         "",
-        "| architecture | status | attention | equal with | microbatches | format | positions | "
-        "largest difference |",
-        "|---|---|---|---|---|---|---|---|",
+        "| architecture | status | attention | equal with | microbatches | graphs | format | where "
+        "| positions | largest difference |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for block in sorted(by_block):
-        lines.append(f"| **{block}** | | | | | | | |")
+        lines.append(f"| **{block}** | | | | | | | | | |")
         lines += [_row(name, found[name], shown) for name in sorted(by_block[block])]
     return "\n".join(lines + _formats()) + "\n"
 
@@ -280,24 +317,34 @@ def _row(name: str, blocks: list[tuple[Name, bool]], shown: dict[str, Shown]) ->
     status = status_of(name, blocks, shown)
     word = f"{status.word}: {status.note}" if status.note else status.word
     if status.word == "refused":
-        return f"| {name} | {word} | | | | | | |"
+        return f"| {name} | {word} | | | | | | | | |"
     attention = "DP" if name in families.WITH_DP_FORM else "whole"
     tests = shown[name].passed if name in shown else []
     if not tests:
-        return f"| {name} | {word} | {attention} | | | | | |"
+        return f"| {name} | {word} | {attention} | | | | | | | |"
     equal = ", ".join(sorted({t["topology"].partition("-")[0] for t in tests}))
     overlap = "1, 2" if any("mb2" in t["topology"] for t in tests) else "1"
-    formats = ", ".join(sorted({t["format"] for t in tests}))
+    graphs = "yes" if name in WITH_GRAPHS or any(t.get("graphs") for t in tests) else "not run"
+    kinds = ", ".join(sorted({t["format"] for t in tests}))
+    where = ", ".join(sorted({t["device"] for t in tests}))
     positions = sum(t["positions"] for t in tests)
-    largest = max(float(t["largest"]) for t in tests)
+    # CPU and GPU differences are of other orders; one that was seen on both counts as on a CPU.
+    exact = [t for t in tests if t["device"] == "CPU"] or tests
+    largest = max(float(t["largest"]) for t in exact)
     return (
-        f"| {name} | {word} | {attention} | {equal} | {overlap} | {formats} | {positions} "
-        f"| {largest:.0e} |"
+        f"| {name} | {word} | {attention} | {equal} | {overlap} | {graphs} | {kinds} | {where} "
+        f"| {positions} | {largest:.0e} |"
     )
 
 
-def _equal_blocks(shown: dict[str, Shown]) -> set[str]:
-    return {test["block"] for entry in shown.values() if entry.is_equal for test in entry.passed}
+def _equal_blocks(shown: dict[str, Shown], found: dict[str, list[tuple[Name, bool]]]) -> set[str]:
+    """As the model says it; a GPU test cannot look into its server, and the files say it."""
+    return {
+        test.get("block") or str(found[name][0][0])
+        for name, entry in shown.items()
+        if entry.is_equal
+        for test in entry.passed
+    }
 
 
 def _run_facts() -> tuple[str, str, int]:
@@ -305,6 +352,16 @@ def _run_facts() -> tuple[str, str, int]:
         return "never", "none", 0
     run = json.loads(RESULTS.read_text())
     return run["date"], run["commit"], round(sum(t["seconds"] for t in run["tests"].values()))
+
+
+def _gpu_facts() -> list[str]:
+    if not GPU_RESULTS.is_file():
+        return []
+    run = json.loads(GPU_RESULTS.read_text())
+    devices = sorted({test["device"] for test in run["tests"].values() if "device" in test})
+    return [
+        f"Run on GPUs: {run['date']}, two {', '.join(devices)} (`test/afd/models/test_gpu.py`)."
+    ]
 
 
 def _formats() -> list[str]:
@@ -318,18 +375,30 @@ def _formats() -> list[str]:
         "| method | what | under AFD |",
         "|---|---|---|",
     ]
-    lines += [f"| `{name or 'none'}` | {text} | served |" for name, text in formats.SERVED.items()]
-    lines += [
-        f"| `{name}` | {text} | refused unless `--afd-allow-untested` is given |"
-        for name, text in formats.UNTESTED.items()
-    ]
-    tests = json.loads(RESULTS.read_text())["tests"].values() if RESULTS.is_file() else []
-    errors = sorted({(t["format"], t["error"]) for t in tests if t.get("format") and "error" in t})
+    on_gpu = formats_shown()
+    for name, text in {**formats.SERVED, **formats.UNTESTED}.items():
+        test, served = on_gpu.get(name), name in formats.SERVED
+        if test is not None and test["outcome"] == "passed":
+            word = (
+                f"equal on {test['device']}, {test['topology']}, {test['positions']} positions, mean "
+                f"difference {test['mean']} (colocated, one at a time against batched: "
+                f"{test['colocated_mean']})"
+            )
+        else:
+            word = "served" if served else "refused unless `--afd-allow-untested` is given"
+            if test is not None:
+                word += (
+                    f"; upstream on a GPU: `{test['error']}`" if "error" in test else "; differs"
+                )
+        lines.append(f"| `{name or 'none'}` | {text} | {word} |")
+    errors = sorted(
+        {(t["format"], t["error"]) for t in _tests(RESULTS) if t.get("format") and "error" in t}
+    )
     if errors:
         lines += [
             "",
-            "Only unquantised experts were compared with colocated, since upstream runs no other on a",
-            "CPU. What its colocated engine says there of a tiny Qwen3-MoE:",
+            "On a CPU only unquantised experts were compared with colocated, since upstream runs no",
+            "other there. What its colocated engine says of a tiny Qwen3-MoE:",
             "",
             "| format | upstream on CPU |",
             "|---|---|",
@@ -345,14 +414,18 @@ def verified_module(shown: dict[str, Shown]) -> str:
         for name, entry in shown.items()
         if entry.is_equal and any("mb2" in test["topology"] for test in entry.passed)
     )
+    kinds = sorted(
+        method for method, test in formats_shown().items() if test["outcome"] == "passed"
+    )
     lines = [
-        '"""Generated by scripts/gen_models.py from test/results/models.json: what was shown."""',
+        '"""Generated by scripts/gen_models.py from test/results/: what was shown."""',
         "",
     ]
     lines += ["from __future__ import annotations", ""]
     for comment, variable, items in (
         ("Equal to colocated in every topology that was tried.", "EQUAL", names),
         ("Also with two microbatches.", "EQUAL_WITH_TWO_MICROBATCHES", overlap),
+        ("Formats of expert weights that were equal to colocated on GPUs.", "FORMATS", kinds),
     ):
         lines.append(f"# {comment}")
         if not items:  # as the formatter writes it

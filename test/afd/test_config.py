@@ -177,9 +177,11 @@ REFUSED = [
     ({"afd_bootstrap_addr": "somewhere"}, "--afd-bootstrap-addr 'somewhere' is not HOST:PORT"),
     ({"afd_bootstrap_addr": "h:99999"}, "--afd-bootstrap-addr 'h:99999' is not HOST:PORT"),
     ({"afd_microbatches": "3"}, "--afd-microbatches '3' is unknown; choose one of auto, 1, 2"),
+    ({"afd_microbatches": "measured"}, "--afd-microbatches measured times CUDA graphs"),
     ({"afd_connector": "rdma"}, "--afd-connector 'rdma' is unknown"),
-    ({"afd_connector": "nvlink"}, "--afd-connector nvlink is not part of this version"),
+    ({"afd_connector": "nvlink"}, "--afd-connector nvlink moves cuda tensors and --device is cpu"),
     ({"afd_connector": "loopback"}, "--afd-connector loopback joins both roles in one process"),
+    ({"afd_connector": "null"}, "--afd-connector null moves nothing, so answers would be"),
     ({"tp_size": 4, "afd_attn_ranks": 2}, "--tp-size 4 differs from --afd-attn-ranks 2"),
     ({"dp_size": 4, "afd_attn_ranks": 2}, "--dp-size 4 differs from --afd-attn-ranks 2"),
     ({"enable_two_batch_overlap": True, "afd_microbatches": "1"}, "--enable-two-batch-overlap"),
@@ -252,3 +254,16 @@ def test_environment_in_the_way_is_refused(model, monkeypatch, name):
 def test_flags_without_the_mode_are_refused(model):
     with pytest.raises(AFDConfigError, match="--afd-ffn-ranks 2 has no effect without"):
         make(model, disaggregation_mode="null", afd_ffn_ranks=2)
+
+
+@pytest.mark.pain(63)
+def test_arguments_of_a_server_without_the_mode_report_upstreams_fields_only(model):
+    args = make(model, disaggregation_mode="null")
+    (upstream,) = [base for base in AFDServerArgs.__mro__[1:] if dataclasses.is_dataclass(base)]
+    theirs = {field.name for field in dataclasses.fields(upstream)}
+    copy = pickle.loads(pickle.dumps(args))
+    for each in (args, copy):
+        assert set(dataclasses.asdict(each)) == theirs
+        assert not [name for name in vars(each) if name.startswith("afd")]
+        assert (each.afd_enabled, each.afd_ffn_ranks) == (False, 1)
+    assert {f"afd_{name}" for name in ("enabled", "role")} <= set(dataclasses.asdict(make(model)))

@@ -55,6 +55,7 @@ def make_facts(attn_ranks: int = 1, ffn_ranks: int = 1) -> Facts:
         hidden_size=64,
         topk=2,
         dtype="bfloat16",
+        wire_dtype="bfloat16",
         capacity=16,
         microbatches=2,
         connector="gloo",

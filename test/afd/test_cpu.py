@@ -56,3 +56,16 @@ def test_malformed_variable_is_an_error(monkeypatch):
     monkeypatch.setenv(envs.LOG_PLANS, "maybe")
     with pytest.raises(AFDConfigError, match="SGLANG_AFD_LOG_PLANS='maybe' is not a boolean"):
         envs.flag(envs.LOG_PLANS)
+
+
+def test_top_k_without_groups_scales_its_weights():
+    from sglang.srt.layers.moe.topk import StandardTopKOutput, TopKConfig
+
+    def native(*, topk_config):
+        assert not topk_config.apply_routed_scaling_factor_on_output
+        return StandardTopKOutput(torch.ones(2, 1), torch.zeros(2, 1), torch.zeros(2, 4))
+
+    config = TopKConfig(
+        top_k=1, routed_scaling_factor=2.5, apply_routed_scaling_factor_on_output=True
+    )
+    assert cpu.select_experts(native, topk_config=config).topk_weights.eq(2.5).all()

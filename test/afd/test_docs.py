@@ -63,6 +63,45 @@ def test_error_messages_are_generated_from_the_sources():
     assert (ROOT / "docs" / "errors.md").read_text() == _script("gen_errors").text()
 
 
+def test_reliability_is_generated_from_the_last_long_run():
+    assert (ROOT / "docs" / "reliability.md").read_text() == _script("gen_reliability").text()
+
+
+def test_figures_of_a_long_run_are_shown(tmp_path, monkeypatch):
+    script = _script("gen_reliability")
+    loss = "test/afd/served/test_loss.py::test_a_lost_process_ends_the_server_long"
+    sizes = {"mib_at_start": 900, "mib_after_warm_up": 910.4, "mib_at_end": 911}
+    soak = {
+        **{"requests": 20000, "concurrency": 64, "topology": "2A1F", "traffic_seconds": 1800},
+        **{"answered": {"chat": 18000, "aborted": 2000}, "wrong": 0, "changed": 1, "steps": 9},
+        **{"attn_tokens": [5, 6], "ffn_tokens": [11]},
+        "memory": {"scheduler_DP0": {**sizes, "mib_per_1000_requests": 0.04}},
+    }
+    tests = {
+        "test/afd/served/test_soak.py::test_soak": {"outcome": "passed", "seconds": 1.0, **soak},
+        f"{loss}[ffn-SIGKILL-idle]": {"outcome": "passed", "seconds": 9.0},
+        f"{loss}[leader-SIGSTOP-load]": {"outcome": "failed", "seconds": 9.0},
+        "test/afd/served/test_off.py::test_off[a]": {"outcome": "passed", "seconds": 2.0},
+        "test/afd/served/test_off.py::test_off[b]": {"outcome": "failed", "seconds": 2.0},
+    }
+    path = tmp_path / "long.json"
+    path.write_text(json.dumps({"date": "2026-01-01", "commit": "abc", "tests": tests}))
+    monkeypatch.setattr(script, "RESULTS", path)
+    text = script.text()
+    assert "commit `abc`: 3 passed, 2 failed." in text
+    assert "| `scheduler_DP0` | 900 | 910 | 911 | 0.04 |" in text
+    assert "| answered in full | 18000 |" in text
+    assert "| ffn | passed |  |" in text
+    assert "| leader |  | failed |" in text
+    assert "| `served/test_off.py::test_off` | 1 of 2 | 4 |" in text
+
+
+def test_every_generator_is_compared_with_its_page():
+    tests = "".join(path.read_text() for path in (ROOT / "test").rglob("test_*.py"))
+    for script in sorted((ROOT / "scripts").glob("gen_*.py")):
+        assert re.search(rf'[/"]{script.stem}(\.py)?"', tests), f"no test reads {script.name}"
+
+
 def test_recipes_are_generated_from_the_planner():
     assert (ROOT / "docs" / "recipes.md").read_text() == _script("gen_recipes").text()
 
@@ -133,7 +172,7 @@ def test_every_connector_says_whether_it_can_be_captured():
     lines = (ROOT / "docs" / "connectors.md").read_text().splitlines()
     header = next(line for line in lines if line.startswith("| |"))
     (graphs,) = [line for line in lines if line.startswith("| CUDA graphs |")]
-    offered = [name for name in registry.names() if name not in ("loopback", "nvlink")]
+    offered = [name for name in registry.names() if name not in ("loopback", "null")]
     assert re.findall(r"`(\w+)`", header) == offered
     said = [cell.strip() for cell in graphs.strip("|").split("|")[1:]]
     assert len(said) == len(offered)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import types
 
@@ -44,3 +45,28 @@ def test_ffn_ranks_are_split_over_nodes():
     assert shares == [range(2), range(2, 4)]
     with pytest.raises(AFDConfigError, match="do not split evenly over --nnodes 3"):
         launch.local_ffn_ranks(_args(afd_role="ffn", nnodes=3, node_rank=0))
+
+
+class EndedProcess:
+    """One that has closed its sentinel and tells its exit code only to those who wait for it."""
+
+    def __init__(self, code: int) -> None:
+        self.name = "afd_ffn_0"
+        self.exitcode: int | None = None
+        self._code = code
+        self.sentinel, other_end = os.pipe()
+        os.close(other_end)
+
+    def join(self, timeout: float) -> None:
+        self.exitcode = self._code
+
+
+@pytest.mark.pain(53)
+@pytest.mark.parametrize(("codes", "expected"), [((0, 0), 0), ((0, 1), 1), ((-9,), 1)])
+def test_a_pool_whose_rank_failed_ends_with_an_error(monkeypatch, codes, expected):
+    processes = [EndedProcess(code) for code in codes]
+    monkeypatch.setattr(launch, "start_ffn_ranks", lambda *_: processes)
+    monkeypatch.setattr(launch.shutdown, "kill_children", lambda: None)
+    assert launch.run_ffn_pool(_args(afd_role="ffn", nnodes=1, node_rank=0)) == expected
+    for process in processes:
+        os.close(process.sentinel)

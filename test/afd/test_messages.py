@@ -42,6 +42,7 @@ FACTS = Facts(
     hidden_size=2048,
     topk=8,
     dtype="bfloat16",
+    wire_dtype="float8_e4m3fn",
     capacity=256,
     microbatches=2,
     connector="nvlink",

@@ -67,3 +67,20 @@ def test_idle_rank_takes_part_in_transfers_and_computes_nothing(model, monkeypat
     assert steps == [1]
     assert model.seen == []
     assert output.next_token_logits.shape == (2, 11)
+
+
+def test_recurrent_state_is_sized_for_a_model_that_is_not_sharded():
+    from sglang.srt.runtime_context import get_parallel
+
+    class Config:
+        mamba2_cache_params = property(lambda self: get_parallel().tp_size)
+
+    class Recurrent(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.config = Config()
+
+    with get_parallel().override(tp_size=4, tp_rank=3):
+        for _ in range(2):  # loaded again
+            assert alone.build(Recurrent).config.mamba2_cache_params == 1
+        assert get_parallel().tp_size == 4

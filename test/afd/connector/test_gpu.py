@@ -113,3 +113,15 @@ def test_deepep(gpus, num_attn, num_ffn):
         gpu_cases.make_spec(num_attn, num_ffn),
         gpu_cases.make_spec(num_attn, num_ffn, fp8=True),
     )
+
+
+@pytest.mark.pain(35, 40)
+@pytest.mark.parametrize(("num_attn", "num_ffn"), SIZES, ids=[f"{m}A{n}F" for m, n in SIZES])
+def test_nvlink(gpus, num_attn, num_ffn):
+    """BF16 and then FP8 in the same processes, so it also builds a link twice."""
+    gpus(num_attn + num_ffn)
+    _play_everywhere(
+        "nvlink",
+        gpu_cases.make_spec(num_attn, num_ffn),
+        gpu_cases.make_spec(num_attn, num_ffn, fp8=True),
+    )

@@ -23,21 +23,13 @@ def installed(monkeypatch):
 
 
 def test_names(installed):
-    assert registry.names() == ("loopback", "gloo", "nccl", "deepep", "nvlink")
+    assert registry.names() == ("loopback", "gloo", "nccl", "deepep", "nvlink", "null")
     assert registry.available() == ("gloo", "nccl")
     assert registry.available("cuda") == ("nccl",)
     installed.add("deep_ep")
     assert registry.available() == ("gloo", "nccl", "deepep")
     assert registry.info("gloo").device == "cpu"
     assert registry.info("loopback").one_process
-
-
-def test_a_reserved_name_is_refused():
-    with pytest.raises(AFDConfigError) as refusal:
-        registry.info("nvlink")
-    assert str(refusal.value) == (
-        "--afd-connector nvlink is not part of this version; choose gloo or nccl"
-    )
 
 
 @pytest.mark.pain(51)

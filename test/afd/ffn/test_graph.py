@@ -42,6 +42,7 @@ def steps(monkeypatch):
     log: list = []
     monkeypatch.setattr(FakeGraph, "log", log)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 0)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
     monkeypatch.setattr(torch.cuda, "graph", _capture)
 

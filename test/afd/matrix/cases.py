@@ -13,6 +13,15 @@ from matrix.patterns import CAPACITY, PATTERNS, teacher_forced, without_generati
 from served.server import free_port
 
 MAX_TOTAL_TOKENS = 16384
+# What every equality test must notice: functions of matrix.faults, by name, since that module
+# imports torch, which the test's process does without.
+FAULTS = (
+    "output_zeroed",
+    "experts_swapped",
+    "topk_weights_ignored",
+    "layer_not_loaded",
+    "microbatch_rows_exchanged",
+)
 
 
 class Case(NamedTuple):

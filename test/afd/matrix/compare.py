@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from matrix.jobs import Answer
 
-FP32_TOLERANCE = 1e-4
+FP32_TOLERANCE, BF16_TOLERANCE = 1e-4, 2e-2
 MAX_TIES = 0.01  # share of requests that may differ after a near-tie of the two best tokens
 
 
@@ -39,14 +39,19 @@ def compare(reference: Sequence[Answer], found: Sequence[Answer], tolerance: flo
     return result
 
 
-def mean_distance(reference: Sequence[Answer], found: Sequence[Answer]) -> float:
-    """Mean distance of two scorings of the same sequences."""
-    distances = [
+def distances(reference: Sequence[Answer], found: Sequence[Answer]) -> list[float]:
+    """Distances of two scorings of the same sequences, position by position."""
+    return [
         abs(want - got)
         for a, b in zip(reference, found, strict=True)
         for want, got in zip(a.logprobs, b.logprobs, strict=True)
     ]
-    return sum(distances) / len(distances)
+
+
+def mean_distance(reference: Sequence[Answer], found: Sequence[Answer]) -> float:
+    """Mean distance of two scorings of the same sequences."""
+    found_distances = distances(reference, found)
+    return sum(found_distances) / len(found_distances)
 
 
 def _compare_one(

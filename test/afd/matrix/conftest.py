@@ -9,8 +9,6 @@ from pathlib import Path
 import pytest
 from matrix.cases import Reference, collect, start
 from matrix.harness import Zygote
-from matrix.jobs import Answer
-from matrix.patterns import without_generation
 from served.models import tiny_model
 
 
@@ -43,16 +41,3 @@ def reference(
             return collect(engine)
 
     return get
-
-
-@pytest.fixture(scope="session")
-def bfloat16_scores(
-    zygote: Zygote,
-    model: Callable[[int], Path],
-    reference: Callable[[int], Reference],
-    matrix_folder: Path,
-) -> list[Answer]:
-    """How the colocated BF16 engine scores the FP32 engine's sequences."""
-    log = matrix_folder / "colocated_bfloat16.log"
-    with start(zygote, model(8), log, dtype="bfloat16") as engine:
-        return without_generation(engine.run(reference(8).teacher))

@@ -17,6 +17,7 @@ from sglang.srt.disaggregation.afd.ffn.experts import LocalExperts
 from sglang.srt.disaggregation.afd.models import weights
 
 _CALLS_BEFORE_OUT_OF_MEMORY = 90  # 3 layers; the warm-up takes about ten steps
+_STEPS_BEFORE_ATTENTION_FAILS = 30  # the warm-up takes about ten
 
 Compute = Callable[[LocalExperts, ReceivedBatch], torch.Tensor]
 
@@ -85,6 +86,22 @@ def out_of_memory_after_warmup() -> None:
         return compute(self, batch)
 
     _replace_compute(failing)
+
+
+def attention_raises_after_warmup() -> None:
+    """The scheduler of the last attention rank fails outside of AFD, with a request that decodes
+    for long."""
+    from sglang.srt.disaggregation.afd.attention.runtime import AttentionRuntime
+
+    begin_step: Any = AttentionRuntime.begin_step
+    steps = iter(range(_STEPS_BEFORE_ATTENTION_FAILS))
+
+    def failing(self: AttentionRuntime, *args: Any, **kwargs: Any) -> None:
+        if self.attn_rank == self.settings.attn_ranks - 1 and next(steps, None) is None:
+            raise RuntimeError("this is a test of attention")
+        begin_step(self, *args, **kwargs)
+
+    AttentionRuntime.begin_step = failing  # type: ignore[method-assign]
 
 
 def _replace_compute(function: Compute) -> None:

@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from matrix.cases import Case, start
+from matrix import test_live
+from matrix.cases import FAULTS, Case, start
 from matrix.compare import FP32_TOLERANCE, Comparison, compare
 from matrix.patterns import PATTERNS
 
 CASE = Case(1, 1, 2)
-# Functions of matrix.faults, by name: the module imports torch, which this process does without.
-FAULTS = (
-    "output_zeroed",
-    "experts_swapped",
-    "topk_weights_ignored",
-    "layer_not_loaded",
-    "microbatch_rows_exchanged",
-)
 
 
 @pytest.fixture
@@ -39,3 +32,19 @@ def test_without_a_fault_it_is_green(answer_with):
 def test_fault_turns_it_red(answer_with, fault):
     with pytest.raises(AssertionError, match=r"request \d"):
         answer_with(fault).check()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("fault", FAULTS)
+def test_fault_turns_live_traffic_red(fault, zygote, model, matrix_folder):
+    """The comparison of test_live, on its topology; the second microbatch needs one."""
+    log = matrix_folder / f"live_{fault}.log"
+    job = test_live.JOBS["tail"]
+    with start(zygote, model(8), matrix_folder / "live_plain.log", dtype="float32") as engine:
+        expected = engine.run(test_live.traffic.undisturbed(job))
+    case = test_live.CASE._replace(microbatches=2) if "microbatch" in fault else test_live.CASE
+    with start(zygote, model(8), log, (fault,), **case.arguments()) as engine:
+        answers = engine.run(job)
+    assert all(answer.finish == "length" for answer in answers), "it broke, instead of erring"
+    with pytest.raises(AssertionError, match=r"request \d"):
+        compare(expected, answers, FP32_TOLERANCE).check()

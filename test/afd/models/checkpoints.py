@@ -11,7 +11,7 @@ import json
 import re
 import tempfile
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +32,17 @@ class TinyConfig(PretrainedConfig):
 '''
 
 
-def write(folder: Path, config: dict[str, Any], layout: Layout, own_class: bool = False) -> Path:
+def write(
+    folder: Path,
+    config: dict[str, Any],
+    layout: Layout,
+    own_class: bool = False,
+    pack: Callable[[str, Any], dict[str, Any]] | None = None,
+) -> Path:
     """Write config.json and model.safetensors; the same arguments give the same bytes.
 
-    `own_class` adds a configuration class, for a model type that nobody registered.
+    `own_class` adds a configuration class, for a model type that nobody registered. `pack` gives the
+    tensors that the file holds in place of one in FP32.
     """
     from safetensors.torch import save_file
 
@@ -44,7 +51,10 @@ def write(folder: Path, config: dict[str, Any], layout: Layout, own_class: bool 
         text = _CONFIGURATION.format(model_type=config["model_type"])
         (folder / "configuration_tiny.py").write_text(text)
         config = {**config, "auto_map": {"AutoConfig": "configuration_tiny.TinyConfig"}}
-    tensors = {name: _random(name, shape) for name, shape in layout.items()}
+    tensors = {}
+    for name, shape in layout.items():
+        values = _random(name, shape)
+        tensors.update({name: values} if pack is None else pack(name, values))
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config, indent=1))
     return folder

@@ -12,6 +12,8 @@ from models.layouts import attention, decoder, experts, latent_attention, linear
 
 HIDDEN, INNER, EXPERT_INNER, EXPERTS = 64, 96, 32, 8
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 16
+STEP3_QUERY, STEP3_VISION = 32, 32
+ZAYA_ROUTER = 24
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 COMMON: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -169,6 +171,118 @@ def _step35(prefix: str, index: int) -> Layout:
     }
 
 
+def _minimax_m3(prefix: str, index: int) -> Layout:
+    """Dense attention everywhere: upstream's sparse one takes no FP32, on_gpu.py has it."""
+    below = f"{prefix}.block_sparse_moe"
+    shapes = {
+        **attention(f"{prefix}.self_attn", HIDDEN, HEADS, KV_HEADS, HEAD_DIM),
+        **vectors(f"{prefix}.self_attn", q_norm=HEAD_DIM, k_norm=HEAD_DIM),
+    }
+    if index == 0:
+        return {**shapes, **mlp(f"{prefix}.mlp", HIDDEN, INNER)}
+    return {
+        **shapes,
+        **linear(f"{below}.gate", EXPERTS, HIDDEN),
+        f"{below}.e_score_correction_bias": (EXPERTS,),
+        **experts(f"{below}.experts", EXPERTS, HIDDEN, EXPERT_INNER, ("w1", "w3", "w2")),
+        **mlp(f"{below}.shared_experts", HIDDEN, EXPERT_INNER),
+    }
+
+
+def _zaya(prefix: str, index: int) -> Layout:
+    """Attention and experts take turns; a router passes its state on to the next one."""
+    shapes = {f"{prefix}.res_scale.hidden_states_{kind}": (HIDDEN,) for kind in ("scale", "bias")}
+    if index:
+        shapes |= {f"{prefix}.res_scale.residual_{kind}": (HIDDEN,) for kind in ("scale", "bias")}
+    if index % 2 == 0:
+        below, channels = f"{prefix}.self_attn.qkv", (HEADS + KV_HEADS) * HEAD_DIM
+        return {
+            **shapes,
+            **linear(f"{below}.linear_q", HEADS * HEAD_DIM, HIDDEN),
+            **linear(f"{below}.linear_k", KV_HEADS * HEAD_DIM, HIDDEN),
+            **linear(f"{below}.val_proj1", KV_HEADS * HEAD_DIM // 2, HIDDEN),
+            **linear(f"{below}.val_proj2", KV_HEADS * HEAD_DIM // 2, HIDDEN),
+            f"{below}.conv_qk.0.weight": (channels, 1, 2),
+            f"{below}.conv_qk.0.bias": (channels,),
+            f"{below}.conv_qk.1.weight": (channels, HEAD_DIM, 2),
+            f"{below}.conv_qk.1.bias": (channels,),
+            f"{below}.temp": (KV_HEADS,),
+            **linear(f"{prefix}.self_attn.o_proj", HIDDEN, HEADS * HEAD_DIM),
+        }
+    below, router = f"{prefix}.zaya_block.experts.local_experts", f"{prefix}.zaya_block.router"
+    for expert in range(EXPERTS):
+        shapes |= linear(f"{below}.{expert}.linear_fc1", 2 * EXPERT_INNER, HIDDEN)
+        shapes |= linear(f"{below}.{expert}.linear_fc2", HIDDEN, EXPERT_INNER)
+    return {
+        **shapes,
+        **linear(f"{router}.down_proj", ZAYA_ROUTER, HIDDEN, bias=True),
+        **vectors(router, rmsnorm_eda=ZAYA_ROUTER),
+        f"{router}.router_states_scale": (ZAYA_ROUTER,),
+        **linear(f"{router}.router_mlp.0", ZAYA_ROUTER, ZAYA_ROUTER, bias=True),
+        **linear(f"{router}.router_mlp.2", ZAYA_ROUTER, ZAYA_ROUTER, bias=True),
+        **linear(f"{router}.router_mlp.4", EXPERTS + 1, ZAYA_ROUTER),
+        f"{router}.balancing_biases": (EXPERTS + 1,),
+    }
+
+
+def _zaya_model() -> Layout:
+    shapes = decoder(4, HIDDEN, VOCAB, _zaya, norms=("input_norm",))
+    del shapes["model.norm.weight"], shapes["lm_head.weight"]
+    ends = {
+        f"{part}_{kind}" for part in ("hidden_states", "residual") for kind in ("scale", "bias")
+    }
+    return {
+        **shapes,
+        "model.final_norm.weight": (HIDDEN,),
+        **{f"model.res_scale.{name}": (HIDDEN,) for name in sorted(ends)},
+    }
+
+
+def _step3(prefix: str, index: int) -> Layout:
+    """Queries through a low rank, one key-value head, all experts of a layer in three tensors."""
+    shapes = {
+        **linear(f"{prefix}.self_attn.q_proj", STEP3_QUERY, HIDDEN),
+        **linear(f"{prefix}.self_attn.k_proj", HEAD_DIM, HIDDEN),
+        **linear(f"{prefix}.self_attn.v_proj", HEAD_DIM, HIDDEN),
+        **vectors(f"{prefix}.self_attn", inter_norm=STEP3_QUERY),
+        **linear(f"{prefix}.self_attn.wq", HEADS * HEAD_DIM, STEP3_QUERY),
+        **linear(f"{prefix}.self_attn.o_proj", HIDDEN, HEADS * HEAD_DIM),
+    }
+    if index == 0:
+        return {**shapes, **mlp(f"{prefix}.mlp", HIDDEN, INNER)}
+    return {
+        **shapes,
+        **linear(f"{prefix}.moe.gate", EXPERTS, HIDDEN),
+        **layouts.stacked_experts(f"{prefix}.moe", EXPERTS, HIDDEN, EXPERT_INNER),
+        **mlp(f"{prefix}.share_expert", HIDDEN, EXPERT_INNER),
+    }
+
+
+def _step3_vision() -> Layout:
+    """One layer of the tower and what joins it to the language model."""
+    layer, size = "vision_model.transformer.layers.0", STEP3_VISION
+    return {
+        "vision_model.embeddings.class_embedding": (1, size),
+        **linear("vision_model.embeddings.position_embedding", 5, size),
+        "vision_model.embeddings.patch_embedding.weight": (size, 3, 14, 14),
+        "vision_model.embeddings.patch_embedding.bias": (size,),
+        **linear(f"{layer}.self_attn.qkv_proj", 3 * size, size, bias=True),
+        **linear(f"{layer}.self_attn.out_proj", size, size, bias=True),
+        **linear(f"{layer}.mlp.fc1", 2 * size, size, bias=True),
+        **linear(f"{layer}.mlp.fc2", size, 2 * size, bias=True),
+        **{
+            f"{layer}.layer_norm{index}.{kind}": (size,)
+            for index in (1, 2)
+            for kind in ("weight", "bias")
+        },
+        "vit_downsampler.weight": (size, size, 2, 2),
+        "vit_downsampler.bias": (size,),
+        "vit_downsampler2.weight": (2 * size, size, 3, 3),
+        "vit_downsampler2.bias": (2 * size,),
+        **linear("vit_large_projector", HIDDEN, 2 * size),
+    }
+
+
 def _grok(prefix: str, index: int) -> Layout:
     return {
         **attention(f"{prefix}.self_attn", HIDDEN, HEADS, KV_HEADS, HEAD_DIM),
@@ -318,6 +432,105 @@ FAMILIES = (
             "rope_parameters": None,
         },
         decoder(3, HIDDEN, VOCAB, _step35),
+        registered=True,
+        fused_experts=True,
+    ),
+    _row(
+        "minimax_m3",
+        "minimax_m3",
+        "MiniMaxM3SparseForCausalLM",
+        {
+            "num_hidden_layers": 3,
+            "intermediate_size": EXPERT_INNER,
+            "dense_intermediate_size": INNER,
+            "num_local_experts": EXPERTS,
+            "num_experts_per_tok": 2,
+            "n_shared_experts": 1,
+            "moe_layer_freq": [0, 1, 1],
+            "scoring_func": "sigmoid",
+            "use_routing_bias": True,
+            "routed_scaling_factor": 2.0,
+            "hidden_act": "swigluoai",
+            "swiglu_alpha": 1.702,
+            "swiglu_limit": 7.0,
+            "use_qk_norm": True,
+            "qk_norm_type": "per_head",
+            "use_gemma_norm": True,
+            "rotary_dim": 8,
+            "sparse_attention_config": {
+                "sparse_attention_freq": [0, 0, 0],
+                "sparse_num_index_heads": 2,
+                "sparse_index_dim": HEAD_DIM,
+                "sparse_block_size": 16,
+                "sparse_topk_blocks": 2,
+                "sparse_init_block": 0,
+                "sparse_local_block": 1,
+            },
+        },
+        decoder(3, HIDDEN, VOCAB, _minimax_m3),
+        microbatches=1,
+    ),
+    _row(
+        "zaya",
+        "zaya",
+        "ZayaForCausalLM",
+        {
+            "num_hidden_layers": 4,
+            "ffn_hidden_size": 2 * EXPERT_INNER,
+            "num_experts": EXPERTS,
+            "num_query_groups": KV_HEADS,
+            "moe_router_topk": 1,
+            "zaya_mlp_expansion": ZAYA_ROUTER,
+            "zaya_use_mod": True,
+            "zaya_use_eda": True,
+            "zaya_high_prec": True,
+            "scale_residual_merge": True,
+            "norm_epsilon": 1e-5,
+            "activation_func": "swiglu",
+            "gated_linear_unit": True,
+            "cca_time0": 2,
+            "cca_time1": 2,
+            "partial_rotary_factor": 0.5,
+            "tie_word_embeddings": True,
+            "rope_parameters": None,
+        },
+        _zaya_model(),
+        registered=True,
+        arguments=RECURRENT,
+    ),
+    _row(
+        "step3",
+        "step3_vl",
+        "Step3VLForConditionalGeneration",
+        {
+            "text_config": {
+                **COMMON,
+                "model_type": "step3_text",
+                "architectures": ["Step3TextForCausalLM"],
+                "num_hidden_layers": 3,
+                "num_attention_groups": 1,
+                "num_key_value_heads": 1,
+                "share_q_dim": STEP3_QUERY,
+                "moe_num_experts": EXPERTS,
+                "moe_top_k": 2,
+                "moe_layers_enum": "1,2",
+                "share_expert_dim": EXPERT_INNER,
+                "norm_expert_weight": True,
+            },
+            "vision_config": {
+                "hidden_size": STEP3_VISION,
+                "intermediate_size": 2 * STEP3_VISION,
+                "output_hidden_size": STEP3_VISION,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "image_size": 28,
+                "patch_size": 14,
+            },
+            "projector_bias": False,
+            "understand_projector_stride": 2,
+            "image_token_id": 300,
+        },
+        {**decoder(3, HIDDEN, VOCAB, _step3), **_step3_vision()},
         registered=True,
         fused_experts=True,
     ),

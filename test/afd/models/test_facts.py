@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import logging
+import re
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -16,7 +17,6 @@ from sglang.srt.disaggregation.afd.errors import AFDConfigError
 from sglang.srt.disaggregation.afd.models import families, formats, loaders, verified
 
 ROOT = Path(__file__).resolve().parents[3]
-OUTSIDE_FUSED_MOE = ("AfmoeForCausalLM", "DbrxForCausalLM", "DeepseekForCausalLM")
 
 
 @pytest.fixture(scope="module")
@@ -54,8 +54,8 @@ def arguments(tmp_path):
     return get
 
 
-@pytest.mark.parametrize("name", OUTSIDE_FUSED_MOE)
-def test_experts_outside_fused_moe_are_refused_by_name(arguments, name):
+@pytest.mark.parametrize("name", families.REFUSED)
+def test_what_cannot_work_is_refused_by_name(arguments, name):
     with pytest.raises(
         AFDConfigError, match=rf"is a {name}, which .* does not serve: .*docs/models"
     ):
@@ -66,6 +66,13 @@ def test_two_microbatches_are_refused_where_attention_looks_ahead(arguments):
     args = arguments("LLaDA2MoeModelLM")
     families.check(args, microbatches=1)
     with pytest.raises(AFDConfigError, match="--afd-microbatches 2 .* looks ahead"):
+        families.check(args, microbatches=2)
+
+
+def test_two_microbatches_are_refused_where_upstream_cannot_split_attention(arguments):
+    args = arguments("MiniMaxM3SparseForCausalLM")
+    families.check(args, microbatches=1)
+    with pytest.raises(AFDConfigError, match="--afd-microbatches 2 .* attention backend"):
         families.check(args, microbatches=2)
 
 
@@ -90,7 +97,8 @@ def test_architecture_that_nobody_compared_gets_a_warning(arguments, caplog, mon
 
 
 @pytest.mark.parametrize("name", [*formats.UNTESTED, "nobodys"])
-def test_format_that_nobody_tried_is_refused_by_name(arguments, name, caplog):
+def test_format_that_nobody_tried_is_refused_by_name(arguments, name, caplog, monkeypatch):
+    monkeypatch.setattr(verified, "FORMATS", frozenset())
     for given in ("quantized", "quantization"):  # in config.json, and as a flag
         args = arguments("Qwen3MoeForCausalLM", **{given: name})
         with pytest.raises(AFDConfigError, match=rf"experts as {name} .*--afd-allow-untested"):
@@ -104,6 +112,23 @@ def test_format_that_nobody_tried_is_refused_by_name(arguments, name, caplog):
 @pytest.mark.parametrize("quantized", [None, "fp8"])
 def test_formats_that_are_served(arguments, quantized):
     families.check(arguments("Qwen3MoeForCausalLM", quantized=quantized), microbatches=1)
+
+
+def test_format_that_a_gpu_run_showed_is_served(arguments, monkeypatch):
+    monkeypatch.setattr(verified, "FORMATS", {"awq"})
+    families.check(arguments("Qwen3MoeForCausalLM", quantized="awq"), microbatches=1)
+
+
+def test_every_format_of_upstream_is_named():
+    """Read from its file, whose import takes long."""
+    spec = importlib.util.find_spec("sglang")
+    text = (
+        Path(spec.origin).parent / "srt" / "layers" / "quantization" / "__init__.py"
+    ).read_text()
+    table = text[text.index("BASE_QUANTIZATION_METHODS") : text.index("\n}")]
+    upstream = set(re.findall(r'^    "([\w-]+)": \w+,$', table, re.MULTILINE)) | {"mxfp4"}
+    assert len(upstream) > 20
+    assert upstream <= set(formats.SERVED) | set(formats.UNTESTED)
 
 
 def test_form_of_attention_ranks(arguments):
@@ -130,7 +155,8 @@ def test_who_multiplies_by_the_routed_scaling_factor(arguments):
 
 def test_every_name_is_one_of_upstreams(found):
     assert set(families.WITH_DP_FORM) <= set(found)
-    assert set(families.WITHOUT_FUSED_MOE) <= set(found)
+    assert set(families.REFUSED) <= set(found)
+    assert set(families.ONE_MICROBATCH) <= set(found)
     assert verified.EQUAL <= set(found)
     assert len(found) > 100
 
@@ -138,8 +164,7 @@ def test_every_name_is_one_of_upstreams(found):
 def test_experts_outside_fused_moe_are_all_known(found):
     """A new upstream with another such family turns this red."""
     outside = {name for name, blocks in found.items() if not any(fused for _, fused in blocks)}
-    deepseek_v1 = {"UnlimitedOCRForCausalLM"}  # a wrapper; its checkpoint decides
-    assert outside - deepseek_v1 == set(families.WITHOUT_FUSED_MOE)
+    assert outside == set(families.WITHOUT_FUSED_MOE)
 
 
 def test_blocks_are_found_through_bases_imports_and_tables(found):

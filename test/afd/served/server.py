@@ -38,7 +38,8 @@ def free_port() -> int:
 class Server:
     """One `sglang.launch_server` command and all processes below it.
 
-    With `zygote` the command is forked from it, else it is a fresh interpreter, as a user's.
+    With `zygote` the command is forked from it, else it is a fresh interpreter, as a user's: this
+    one, or `python`.
     """
 
     def __init__(
@@ -51,8 +52,10 @@ class Server:
         dtype: str = "float32",
         env: dict[str, str] | None = None,
         faults: tuple[str, ...] = (),
+        python: Path | None = None,
+        port: int | None = None,
     ) -> None:
-        self.port = free_port()
+        self.port = free_port() if port is None else port
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = log
         self.flags = flags
@@ -66,7 +69,7 @@ class Server:
         if zygote is not None:
             self.process = Process(zygote, Command(argv, log, log.parent, env or {}, faults))
         else:
-            self.process = _spawn(argv, log, env or {})
+            self.process = _spawn(python or Path(sys.executable), argv, log, env or {})
         self._seen: dict[int, psutil.Process] = {}
         if api:
             self.wait_healthy()
@@ -149,12 +152,14 @@ class Server:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
 
 
-def _spawn(argv: tuple[str, ...], log: Path, env: dict[str, str]) -> subprocess.Popen[bytes]:
+def _spawn(
+    python: Path, argv: tuple[str, ...], log: Path, env: dict[str, str]
+) -> subprocess.Popen[bytes]:
     # What this process set for itself while it imported the package; a user's shell has none.
     clean = {k: v for k, v in os.environ.items() if k not in OURS}
     with log.open("w") as output:
         return subprocess.Popen(
-            [sys.executable, *argv],
+            [python, *argv],
             stdout=output,
             stderr=subprocess.STDOUT,
             env={**clean, **env},

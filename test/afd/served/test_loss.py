@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import requests
 from served.conftest import AFD
-from served.server import Server
+from served.server import Server, free_port
 
 PEER_TIMEOUT_S = 6
 LIMIT_S = 20
@@ -31,7 +31,8 @@ VICTIMS = {
     "launcher": ("", ""),
 }
 KILLS = [(name, signal.SIGKILL, "load") for name in VICTIMS]
-STOPS = [(name, signal.SIGSTOP, "load") for name in ("ffn", "member", "detokenizer", "launcher")]
+# Each is noticed by somebody else: by heartbeats, by the supervisor, by attention rank 0.
+STOPS = [(name, signal.SIGSTOP, "load") for name in ("ffn", "detokenizer", "launcher")]
 REST = [
     (name, number, state)
     for name in VICTIMS
@@ -144,13 +145,22 @@ def test_a_lost_process_ends_the_server_long(server, temporary, case):
 
 
 @pytest.mark.pain(60)
-@pytest.mark.parametrize("count", [0, 100])
-def test_sigterm_ends_with_answers_and_exit_code_zero(server, temporary, count):
-    with ThreadPoolExecutor(max(1, count)) as pool:
-        short = ask(pool, server, count, max_tokens=8)
-        # Two that cannot end within the drain's ten seconds.
-        long = ask(pool, server, 2 if count else 0, max_tokens=1900)
-        time.sleep(1)
+@pytest.mark.parametrize(
+    # Open requests that end within the drain's ten seconds, and that cannot.
+    ("count", "num_long"),
+    [
+        (0, 0),
+        (1, 0),
+        (100, 2),
+        pytest.param(0, 1, marks=pytest.mark.long),
+    ],
+)
+def test_sigterm_ends_with_answers_and_exit_code_zero(server, temporary, count, num_long):
+    with ThreadPoolExecutor(max(1, count + num_long)) as pool:
+        short = ask(pool, server, count, max_tokens=60 if count == 1 else 8)
+        long = ask(pool, server, num_long, max_tokens=1900)
+        time.sleep(0.2 if count == 1 else 1)
+        assert count != 1 or not short[0].done(), "the request ended before the signal"
         began = time.monotonic()
         assert server.stop() == 0, server.tail()
         assert time.monotonic() - began < LIMIT_S
@@ -172,6 +182,40 @@ def test_out_of_memory_on_an_ffn_rank_reaches_the_client_side(serve):
     assert "FFN rank 0 failed: OutOfMemoryError: this is a test" in answer.text
     assert server.wait(LIMIT_S) != 0
     assert "OutOfMemoryError: this is a test" in server.tail(400)
+
+
+@pytest.mark.pain(58)
+def test_an_attention_rank_that_fails_tells_the_clients_why(serve):
+    """Not only that it is gone: the last rank's scheduler fails, and all clients read of what."""
+    server = serve("tiny", *FLAGS, log="raises", faults=("attention_raises_after_warmup",))
+    with ThreadPoolExecutor(4) as pool:
+        answers = [future.result(60) for future in ask(pool, server, 4, max_tokens=64)]
+    for i, answer in enumerate(answers):
+        assert answer.status == (200 if i % 2 else 503), answer.text  # a stream has begun
+        assert "Attention rank 1 failed: RuntimeError: this is a test of attention" in answer.text
+    assert server.wait(LIMIT_S) != 0
+
+
+@pytest.mark.pain(53)
+@pytest.mark.parametrize("victim", ["scheduler", pytest.param("launcher", marks=pytest.mark.long)])
+def test_ffn_ranks_started_apart_end_with_an_error_that_names_the_peer(serve, victim):
+    pair = (*AFD, "--afd-peer-timeout", str(PEER_TIMEOUT_S))
+    pair += ("--afd-bootstrap-addr", f"127.0.0.1:{free_port()}")
+    ffn = serve("tiny", *pair, "--afd-role", "ffn", log=f"apart-ffn-{victim}", api=False)
+    attn = serve("tiny", *pair, "--afd-role", "attn", log=f"apart-attn-{victim}")
+    try:
+        os.kill(attn.process.pid if victim == "launcher" else scheduler_pid(attn), signal.SIGKILL)
+        assert ffn.wait(LIMIT_S) == 1, ffn.tail()
+        assert re.search(r"FFN rank 0 ends: PeerLost: the leader \(attn 0\) at 127", ffn.tail(400))
+        assert attn.wait(LIMIT_S) != 0
+    finally:
+        attn.kill()
+        ffn.kill()
+
+
+def scheduler_pid(server: Server) -> int:
+    (found,) = {p.pid for p in server.descendants() if "::scheduler" in " ".join(p.cmdline())}
+    return found
 
 
 def test_a_full_disk_below_the_log_ends_nothing(serve, workspace):

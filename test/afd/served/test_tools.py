@@ -33,6 +33,7 @@ def run(zygote, workspace):
     return get
 
 
+@pytest.mark.long  # with one attention rank it runs in test_documented
 def test_bench_one_batch_prints_upstreams_lines(model_path, run):
     output = run(
         *("-m", "sglang.bench_one_batch", "--model-path", model_path("demo"), *AFD),

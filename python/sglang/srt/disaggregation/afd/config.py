@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from sglang.srt.disaggregation.afd.server_args import AFDServerArgs
 
 ROLES = ("all", "attn", "ffn")
-MICROBATCHES = ("auto", "1", "2")
+MICROBATCHES = ("auto", "1", "2", "measured")
+WIRE_DTYPES = ("auto", "bf16", "fp8")
 DEFAULT_PEER_TIMEOUT_S = 30.0
 DEFAULT_LOAD_TIMEOUT_S = 1800.0
 DEFAULT_DRAIN_TIMEOUT_S = 10.0
@@ -75,7 +76,8 @@ FLAGS = (
         "--afd-microbatches",
         str,
         "auto",
-        "Microbatches per step: 1, or 2 with upstream's two-batch overlap; auto is 1 for now.",
+        "Microbatches per step: 1, or 2 with upstream's two-batch overlap; measured captures graphs of "
+        "both kinds and keeps, for each batch size, the faster one; auto is 1 for now.",
         MICROBATCHES,
     ),
     Flag(
@@ -84,6 +86,15 @@ FLAGS = (
         None,
         "Most tokens that one attention rank sends in one dispatch; a larger prefill goes in "
         f"rounds. Default: {EAGER_CAPACITY}, or the largest decode graph batch if that is more.",
+    ),
+    Flag(
+        "--afd-wire-dtype",
+        str,
+        "auto",
+        "Tokens on their way to FFN ranks: FP8 if the checkpoint's experts are FP8 in blocks of 128 "
+        "and the connector can carry it (auto), the model's own dtype in any case (bf16), or FP8 "
+        "or no start (fp8). Expert outputs return in the model's dtype.",
+        WIRE_DTYPES,
     ),
     Flag(
         "--afd-bootstrap-addr",
@@ -216,6 +227,7 @@ class AFDConfig:
         attn_ranks, ffn_ranks: M and N.
         connector: a resolved name, never "auto".
         microbatches: largest number per step, 1 or 2.
+        measured: graphs exist for 1 and 2, and each batch size takes the faster kind.
         capacity: most tokens per attention rank, dispatch and microbatch.
         bootstrap_addr: HOST:PORT of attention rank 0; None until the launcher chose it.
         peer_timeout_s, load_timeout_s: seconds.
@@ -226,6 +238,7 @@ class AFDConfig:
     ffn_ranks: int
     connector: str
     microbatches: int
+    measured: bool
     capacity: int
     bootstrap_addr: str | None
     peer_timeout_s: float
@@ -297,6 +310,7 @@ def build(args: AFDServerArgs) -> AFDConfig:
         )
     _one_of("--afd-role", args.afd_role, ROLES)
     _one_of("--afd-microbatches", str(args.afd_microbatches), MICROBATCHES)
+    _one_of("--afd-wire-dtype", args.afd_wire_dtype, WIRE_DTYPES)
     _one_of("--afd-connector", args.afd_connector, ("auto", *registry.names()))
     device = args.device or "cpu"
     connector = args.afd_connector
@@ -308,7 +322,13 @@ def build(args: AFDServerArgs) -> AFDConfig:
             f"--afd-connector {connector} joins both roles in one process and is for tests; "
             f"leave the flag out, or choose {' or '.join(registry.available(device))}"
         )
-    if info.device != device:
+    if info.benchmark_only and not envs.flag(envs.BENCHMARK):
+        raise AFDConfigError(
+            f"--afd-connector {connector} moves nothing, so answers would be meaningless; it is for "
+            f"benchmarks under {envs.BENCHMARK}=1; leave the flag out, or choose "
+            f"{' or '.join(registry.available(device))}"
+        )
+    if info.device not in ("any", device):
         raise AFDConfigError(
             f"--afd-connector {connector} moves {info.device} tensors and --device is {device}; "
             "leave the flag out"
@@ -328,7 +348,12 @@ def build(args: AFDServerArgs) -> AFDConfig:
                 f"{args.afd_attn_ranks}; attention ranks are DP-attention ranks of one GPU each, "
                 "so leave the flag out"
             )
-    microbatches = 1 if args.afd_microbatches == "auto" else int(args.afd_microbatches)
+    measured = args.afd_microbatches == "measured"
+    microbatches = 2 if measured or args.afd_microbatches == "2" else 1
+    if measured and device != "cuda":
+        raise AFDConfigError(
+            f"--afd-microbatches measured times CUDA graphs and --device is {device}; choose 1 or 2"
+        )
     if args.enable_two_batch_overlap and args.afd_microbatches == "1":
         raise AFDConfigError(
             "--enable-two-batch-overlap contradicts --afd-microbatches 1; drop one of them"
@@ -344,6 +369,7 @@ def build(args: AFDServerArgs) -> AFDConfig:
         ffn_ranks=args.afd_ffn_ranks,
         connector=connector,
         microbatches=2 if args.enable_two_batch_overlap else microbatches,
+        measured=measured,
         capacity=_capacity(args),
         bootstrap_addr=args.afd_bootstrap_addr,
         peer_timeout_s=float(args.afd_peer_timeout),

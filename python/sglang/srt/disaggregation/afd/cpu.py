@@ -200,14 +200,22 @@ def memcpy(
 
 
 def select_experts(orig: Any, *args: Any, **kwargs: Any) -> Any:
-    """AROUND `select_experts`: the native top-k cannot mask padding rows itself, and takes no bias
-    that a checkpoint holds as [1, E]."""
+    """AROUND `select_experts`: the native top-k cannot mask padding rows itself, takes no bias that a
+    checkpoint holds as [1, E], and without groups does not scale the weights."""
     num_real = kwargs.pop("num_token_non_padded", None)
     config = kwargs.get("topk_config")
-    if config is not None and config.correction_bias is not None:
-        bias = config.correction_bias.flatten()
-        kwargs["topk_config"] = dataclasses.replace(config, correction_bias=bias)
+    scale = None
+    if config is not None:
+        changes: dict[str, Any] = {}
+        if config.correction_bias is not None:
+            changes["correction_bias"] = config.correction_bias.flatten()
+        if config.apply_routed_scaling_factor_on_output and not config.use_grouped_topk:
+            changes["apply_routed_scaling_factor_on_output"] = False
+            scale = config.routed_scaling_factor
+        kwargs["topk_config"] = dataclasses.replace(config, **changes)
     output = orig(*args, **kwargs)
+    if scale is not None:
+        output = output._replace(topk_weights=output.topk_weights * scale)
     if num_real is not None:
         output.topk_ids[int(num_real) :] = -1
     return output

@@ -21,7 +21,13 @@ AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 MESSAGE_QUEUE_BROADCASTER = "SGLANG_USE_MESSAGE_QUEUE_BROADCASTER"
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 PROMETHEUS_FOLDER = "PROMETHEUS_MULTIPROC_DIR"
+DEEP_GEMM = "SGLANG_ENABLE_JIT_DEEPGEMM"
+DEEP_GEMM_PRECOMPILE = "SGLANG_JIT_DEEPGEMM_PRECOMPILE"
 LOG_PLANS = "SGLANG_AFD_LOG_PLANS"
+BENCHMARK = "SGLANG_AFD_BENCHMARK"
+NVLINK_BLOCKS = "SGLANG_AFD_NVLINK_BLOCKS"
+NULL_FORM = "SGLANG_AFD_NULL_FORM"
+NULL_ARRIVALS = "SGLANG_AFD_NULL_ARRIVALS"
 
 _TRUE = frozenset({"1", "true", "yes", "on"})
 _FALSE = frozenset({"", "0", "false", "no", "off"})
@@ -37,6 +43,16 @@ def flag(name: str, default: bool = False) -> bool:
     if value.lower() in _FALSE:
         return False
     raise AFDConfigError(f"{name}={value!r} is not a boolean; use 1 or 0")
+
+
+def integer(name: str) -> int | None:
+    """A whole number above zero, None if unset."""
+    value = os.environ.get(name, "")
+    if not value:
+        return None
+    if not value.isdecimal() or int(value) < 1:
+        raise AFDConfigError(f"{name}={value!r} is not a whole number above zero")
+    return int(value)
 
 
 def text(name: str) -> str:

@@ -70,8 +70,8 @@ def _init_local(orig: Any, bound: inspect.BoundArguments, server_args: Any) -> N
     # The attention rank does it, see RemoteDispatcher.
     module.moe_runner_config.apply_router_weight_on_input = False
     # Rows that pad a batch carry no expert; "all experts are local" would let upstream skip the
-    # check for such entries.
-    module.moe_runner_config.num_experts = None
+    # check for such entries. One expert more than there are is nobody's.
+    module.moe_runner_config.num_experts = num_experts + 1
 
 
 def load_fused(

@@ -59,8 +59,11 @@ def expert_shape(
     return shapes.pop()
 
 
-def collect(settings: AFDConfig, shape: ExpertShape, model_config: Any, capacity: int) -> Facts:
-    """Everything that both roles must agree on; `capacity` 0 takes the leader's."""
+def collect(
+    settings: AFDConfig, shape: ExpertShape, model_config: Any, capacity: int, fp8: bool
+) -> Facts:
+    """Everything that both roles must agree on; `capacity` 0 takes the leader's, `fp8` is `wire`'s."""
+    dtype = str(model_config.dtype).removeprefix("torch.")
     return Facts(
         protocol=PROTOCOL,
         afd_version=_version("sglang-afd"),
@@ -70,7 +73,8 @@ def collect(settings: AFDConfig, shape: ExpertShape, model_config: Any, capacity
         num_experts=shape.num_experts,
         hidden_size=shape.hidden_size,
         topk=shape.topk,
-        dtype=str(model_config.dtype).removeprefix("torch."),
+        dtype=dtype,
+        wire_dtype="float8_e4m3fn" if fp8 else dtype,
         capacity=capacity,
         microbatches=settings.microbatches,
         connector=settings.connector,

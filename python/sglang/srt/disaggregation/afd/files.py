@@ -66,11 +66,13 @@ class RunFolder:
 def leave_reason(folder: str | None, text: str) -> None:
     """Say in the server's folder why this process ends, for the clients of its main process.
 
+    The first reason of a process stays: what its other threads fail of then follows from it.
     `folder` is None in a process that no main process with an API started.
     """
     if folder is not None:
-        with contextlib.suppress(OSError):  # the disk is full or the server gone: the log has it
-            Path(folder, f"{_REASON}{os.getpid()}").write_text(text)
+        # The disk is full, the server gone, or a reason is there: the log has it.
+        with contextlib.suppress(OSError), Path(folder, f"{_REASON}{os.getpid()}").open("x") as new:
+            new.write(text)
 
 
 def sweep() -> None:

@@ -24,6 +24,7 @@ from sglang.srt.disaggregation.afd.supervisor import Supervisor
 logger = logging.getLogger(__name__)
 
 _START_METHOD: Literal["spawn", "fork"] = "spawn"
+_EXIT_CODE_S = 5.0
 
 
 _held: list[socket.socket] = []
@@ -168,12 +169,14 @@ def run_ffn_pool(server_args: Any) -> int:
     """Run this host's FFN ranks until they end; 0 only if all were told to stop."""
     processes = start_ffn_ranks(server_args, local_ffn_ranks(server_args))
     try:
-        while any(process.exitcode is None for process in processes):
-            wait([process.sentinel for process in processes if process.exitcode is None])
-            failed = [process for process in processes if process.exitcode]
-            if failed:
-                logger.error("AFD: %s ended with exit code %s", failed[0].name, failed[0].exitcode)
-                return 1
+        while running := [process for process in processes if process.exitcode is None]:
+            ended = wait([process.sentinel for process in running])
+            for process in (process for process in running if process.sentinel in ended):
+                # The kernel closes the sentinel a moment before it tells the exit code.
+                process.join(_EXIT_CODE_S)
+                if process.exitcode:
+                    logger.error("AFD: %s ended with exit code %s", process.name, process.exitcode)
+                    return 1
         return 0
     finally:
         shutdown.kill_children()

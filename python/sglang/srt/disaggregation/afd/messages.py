@@ -13,7 +13,7 @@ import msgspec
 
 from sglang.srt.disaggregation.afd.errors import HandshakeRefused, PlanMismatch
 
-PROTOCOL = 2
+PROTOCOL = 3
 
 Role = Literal["attn", "ffn"]
 Mode = Literal["extend", "decode", "mixed", "idle", "warmup", "capture", "drain"]
@@ -43,7 +43,8 @@ class Facts(_Base, frozen=True, kw_only=True, tag="facts"):
         protocol: `PROTOCOL` of the sender.
         model_digest: names the weights; equal digests mean equal checkpoints.
         moe_layers: number of MoE layers.
-        dtype: of hidden states between the pools, for example "bfloat16".
+        dtype: of expert outputs on their way back, for example "bfloat16".
+        wire_dtype: of hidden states on their way out: `dtype`, or "float8_e4m3fn".
         capacity: most tokens of one attention rank in one dispatch; 0 takes the leader's.
         microbatches: the largest number that a step may have, 1 or 2.
     """
@@ -57,6 +58,7 @@ class Facts(_Base, frozen=True, kw_only=True, tag="facts"):
     hidden_size: int
     topk: int
     dtype: str
+    wire_dtype: str
     capacity: int
     microbatches: int
     connector: str

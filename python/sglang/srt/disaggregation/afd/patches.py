@@ -311,6 +311,15 @@ ROWS: tuple[Row, ...] = (
     ),
     Row(
         "afd",
+        "sglang.srt.model_executor.model_runner:ModelRunner.forward",
+        "after",
+        "attention.runtime:after_forward",
+        "A watch on each step ends a rank whose GPU waits for a lost peer.",
+        "test_watch",
+        "110f3b02b09b0af2",
+    ),
+    Row(
+        "afd",
         "sglang.srt.managers.scheduler:Scheduler.get_internal_state",
         "after",
         "attention.runtime:after_internal_state",
@@ -337,6 +346,15 @@ ROWS: tuple[Row, ...] = (
         "All ranks write what they recorded, for one trace.",
         "served/test_metrics",
         "c62f6ddc22be88de",
+    ),
+    Row(
+        "afd",
+        "sglang.srt.managers.scheduler:Scheduler.run_event_loop",
+        "around",
+        "attention.runtime:run_event_loop",
+        "What a scheduler failed of reaches its clients.",
+        "served/test_loss",
+        "acb21c1a968355e7",
     ),
     Row(
         "afd",

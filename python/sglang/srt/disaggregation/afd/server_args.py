@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal
 
 import sglang.srt.server_args as upstream
 from sglang.srt.arg_groups.arg_utils import NS, A, Arg
-from sglang.srt.disaggregation.afd import auto_ranks, config, cpu, envs, patches
+from sglang.srt.disaggregation.afd import auto_ranks, config, cpu, envs, patches, wire
 from sglang.srt.disaggregation.afd.errors import AFDConfigError
 from sglang.srt.disaggregation.afd.models import families
 
@@ -56,6 +56,10 @@ class AFDServerArgs(upstream.ServerArgs):
     afd_max_tokens_per_rank: A[int | None, _arg("afd_max_tokens_per_rank"), NS("disagg")] = _HELP[
         "afd_max_tokens_per_rank"
     ].default
+    afd_wire_dtype: A[str, _arg("afd_wire_dtype"), NS("disagg")] = _HELP["afd_wire_dtype"].default
+    afd_moe_runner_backend: A[
+        str | None, Arg(help="The --moe-runner-backend that was typed.", no_cli=True), NS("disagg")
+    ] = None
     afd_bootstrap_addr: A[str | None, _arg("afd_bootstrap_addr"), NS("disagg")] = _HELP[
         "afd_bootstrap_addr"
     ].default
@@ -87,8 +91,18 @@ class AFDServerArgs(upstream.ServerArgs):
             config.check_unused(self)
         cpu.prepare_server_args(self)
         super().__post_init__()
-        if self.afd_enabled and not self.is_ffn_rank:
+        if not self.afd_enabled:
+            self._hide_unused()
+        elif not self.is_ffn_rank:
             config.check_limits(self)
+
+    def _hide_unused(self) -> None:
+        """Leave upstream's fields alone in the instance, since a scheduler reports them all.
+
+        Reads find the defaults of the class, which are the values (`config.check_unused`).
+        """
+        for name in _OWN_FIELDS:
+            self.__dict__.pop(name, None)
 
     @classmethod
     def from_cli_args(cls, args: argparse.Namespace) -> AFDServerArgs:
@@ -128,6 +142,10 @@ class AFDServerArgs(upstream.ServerArgs):
         if self.device is None:  # type: ignore[has-type]
             self.device = "cpu" if cpu.is_cpu_only() else "cuda"
         settings = config.build(self)
+        if self.afd_moe_runner_backend is None:
+            # A field, so that it survives where upstream makes arguments from arguments.
+            self.afd_moe_runner_backend = self.moe_runner_backend  # type: ignore[has-type]
+        wire.check(self, settings.connector)
         self.disaggregation_mode = "null"
         self.disable_shared_experts_fusion = True
         self.cuda_graph_backend_prefill = "disabled"
@@ -162,6 +180,7 @@ class AFDServerArgs(upstream.ServerArgs):
             enable_dp_attention=False,
             enable_two_batch_overlap=False,
             moe_a2a_backend="none",
+            moe_runner_backend=self.afd_moe_runner_backend,
             skip_tokenizer_init=True,
             random_seed=self.random_seed,
             nnodes=1,
@@ -171,9 +190,6 @@ class AFDServerArgs(upstream.ServerArgs):
         args = type(self).__new__(type(self))
         args._afd_ffn_rank = ffn_rank
         type(self).__init__(args, **typed)
-        if typed["moe_runner_backend"] == "auto" and args.moe_runner_backend == "triton_kernel":
-            # Upstream's choice for some models; it takes the router's output in a form of its own.
-            args.override("afd", moe_runner_backend="triton")
         return args
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -200,4 +216,23 @@ def _rebuild(cls: type[AFDServerArgs], state: dict[str, Any], parent_pid: int) -
     return args
 
 
+class _Fields:
+    """The dataclass fields: all of the class, but upstream's only of a server without AFD, so that
+    whatever reports the arguments of one (`/server_info`) says what it says without the package."""
+
+    def __init__(self, cls: type[AFDServerArgs]) -> None:
+        self._all = {field.name: field for field in dataclasses.fields(cls)}
+        self._upstream = {k: v for k, v in self._all.items() if k not in _OWN_FIELDS}
+
+    def __get__(
+        self, args: AFDServerArgs | None, cls: type[AFDServerArgs]
+    ) -> dict[str, dataclasses.Field[Any]]:
+        return self._all if args is None or args.afd_enabled else self._upstream
+
+
+_OWN_FIELDS = frozenset(
+    field.name for field in dataclasses.fields(AFDServerArgs) if field.name.startswith("afd_")
+)
+# `dataclasses` reads this attribute from the instance that it is given.
+AFDServerArgs.__dataclass_fields__ = _Fields(AFDServerArgs)  # type: ignore[assignment]
 upstream.ServerArgs = AFDServerArgs

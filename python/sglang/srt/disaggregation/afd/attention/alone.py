@@ -19,6 +19,7 @@ from sglang.srt.disaggregation.afd.attention import runtime
 _SIZES = ("tp", "attn_tp", "attn_dp", "moe_ep", "moe_dp", "moe_tp")
 # What upstream calls on a model from outside, and where it may ask for sizes and ranks.
 _CALLS = ("load_weights", "post_load_weights")
+_STATE = "mamba2_cache_params"
 
 _depth = 0
 
@@ -47,11 +48,20 @@ def build(make: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """`make(...)`, a model, in a world of one, where it stays for its life."""
     with world_of_one():
         model = make(*args, **kwargs)
+    _own_state(type(model.config))
     for name in _CALLS:
         if hasattr(model, name):
             setattr(model, name, _within(getattr(model, name)))
     model.forward = _within(_skip_idle(model.forward, model))
     return model
+
+
+def _own_state(config: type) -> None:
+    """Have a configuration class say the sizes of recurrent state for a model that is not sharded;
+    upstream asks it when it makes the memory pools."""
+    sizes = getattr(config, _STATE, None)
+    if isinstance(sizes, property) and sizes.fget and not hasattr(sizes.fget, "__wrapped__"):
+        setattr(config, _STATE, property(_within(sizes.fget)))
 
 
 def _within(call: Callable[..., Any]) -> Callable[..., Any]:

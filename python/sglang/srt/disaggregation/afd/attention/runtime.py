@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import logging
 import os
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
@@ -20,11 +22,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sglang.srt.disaggregation.afd import config as afd_config
-from sglang.srt.disaggregation.afd import envs, facts, files
+from sglang.srt.disaggregation.afd import envs, facts, files, wire
+from sglang.srt.disaggregation.afd.attention.choice import Choice, DeviceTimer, StoreBoard
+from sglang.srt.disaggregation.afd.attention.watch import StepWatch
 from sglang.srt.disaggregation.afd.connector import registry
-from sglang.srt.disaggregation.afd.connector.base import AttnConnector, LinkSpec
+from sglang.srt.disaggregation.afd.connector.base import AttnConnector, LinkSpec, TellsFailure
 from sglang.srt.disaggregation.afd.connector.rendezvous import Rendezvous
-from sglang.srt.disaggregation.afd.connector.store import host_store
+from sglang.srt.disaggregation.afd.connector.store import host_store, join_store
 from sglang.srt.disaggregation.afd.control import LeaderControl, MemberControl
 from sglang.srt.disaggregation.afd.errors import AFDError
 from sglang.srt.disaggregation.afd.messages import Mode, Ready, StepPlan, Trace
@@ -52,6 +56,7 @@ class AttentionRuntime:
     Attributes:
         plan: of the step that runs now; dispatchers read step id and rounds from it.
         connector: the data plane, once `join_data_plane` ran.
+        choice: between the graphs of a batch size, if both kinds are captured.
         spec: shapes and sizes of the link, once `join_control_plane` ran.
         capacity: tokens per dispatch.
     """
@@ -80,6 +85,11 @@ class AttentionRuntime:
         self._spans: SpanLog | None = None
         self._on_plan: list[Callable[[StepPlan], None]] = []  # of the meter, and of a trace
         self._log_plans = envs.flag(envs.LOG_PLANS)
+        self._graph_replays = 0
+        self._eager_steps: Counter[str] = Counter()  # by mode
+        self._graphs: dict[int, dict[str, float]] = {}  # by number of microbatches
+        self.choice: Choice | None = None
+        self._watch: StepWatch | None = None
         self._closed = False
 
     @property
@@ -97,7 +107,8 @@ class AttentionRuntime:
         shape = facts.expert_shape(
             [d.config for d in self._layers], self._model_config, self._server_args.model_path
         )
-        ours = facts.collect(self.settings, shape, self._model_config, self.capacity)
+        fp8 = wire.fp8(self._server_args, self.settings.connector)
+        ours = facts.collect(self.settings, shape, self._model_config, self.capacity, fp8)
         self.spec = LinkSpec(
             topology=Topology(self.settings.attn_ranks, self.settings.ffn_ranks, shape.num_experts),
             hidden_size=shape.hidden_size,
@@ -106,6 +117,7 @@ class AttentionRuntime:
             capacity=self.capacity,
             timeout_s=self.settings.peer_timeout_s,
             microbatches=self.settings.microbatches,
+            fp8=fp8,
         )
         address = self.settings.leader_addr
         timeouts = {
@@ -160,6 +172,20 @@ class AttentionRuntime:
         self.connector = registry.create_attn(
             self.settings.connector, self.spec, self.attn_rank, self._rendezvous
         )
+        if self.settings.measured:
+            board = StoreBoard(functools.partial(join_store, self._rendezvous))
+            self.choice = Choice(self.is_leader, DeviceTimer, board)
+        if self.device.type == "cuda":
+            channel = self._leader or self._member
+            assert channel is not None
+            self._watch = StepWatch(
+                f"attn {self.attn_rank}",
+                self.settings.peer_timeout_s,
+                self.settings.load_timeout_s,
+                channel.silences,
+                self._end,
+                *([self.connector.failure] if isinstance(self.connector, TellsFailure) else []),
+            )
         if self._server_args.enable_metrics:
             self._meter = AttnMeter(self._link(), self._tokens)
             self._on_plan.append(self._meter.begin)
@@ -185,11 +211,22 @@ class AttentionRuntime:
             silences=channel.silences,
         )
 
-    def begin_graph_step(self, mode: Mode, batch: int) -> None:
+    def begin_graph_step(self, mode: Mode, batch: int, microbatches: int) -> None:
         """Fix the plan of a graph's warm-up, capture or replay, at `batch` tokens per rank."""
-        width = self.settings.microbatches
         tokens = (batch,) * self.settings.attn_ranks
-        self.begin_step(mode, tokens, microbatches=width, bucket=-(-batch // width))
+        self.begin_step(mode, tokens, microbatches, bucket=-(-batch // microbatches))
+
+    def captured(self, microbatches: int, seconds: float, num_bytes: int) -> None:
+        """Count one graph, its warm-up forwards included, to the set of its kind."""
+        graphs = self._graphs.setdefault(microbatches, {"graphs": 0, "seconds": 0.0, "mib": 0.0})
+        graphs["graphs"] += 1
+        graphs["seconds"] = round(graphs["seconds"] + seconds, 2)
+        graphs["mib"] = round(graphs["mib"] + num_bytes / 2**20, 1)
+        logger.info(
+            "AFD graphs with %d microbatch(es): %d, captured in %.2f s, %.1f MiB",
+            microbatches,
+            *graphs.values(),
+        )
 
     def begin_step(
         self, mode: Mode, tokens: tuple[int, ...], microbatches: int, bucket: int = 0
@@ -204,6 +241,10 @@ class AttentionRuntime:
             bucket=bucket,
         )
         self.steps += 1
+        if not bucket:
+            self._eager_steps[mode] += 1
+        elif mode == "decode":
+            self._graph_replays += 1
         for on_plan in self._on_plan:
             on_plan(self.plan)
         if self._leader is not None:
@@ -211,6 +252,11 @@ class AttentionRuntime:
             self._leader.publish(self.plan)
             if self._log_plans:
                 logger.info("AFD plan %s", self.plan)
+
+    def step_enqueued(self) -> None:
+        """All work of the step that began last is enqueued."""
+        if self._watch is not None and self.plan.mode not in ("warmup", "capture"):
+            self._watch.enqueued(self.plan.step_id)
 
     def idle_step(self) -> None:
         """Take part in every transfer of this step without a row."""
@@ -230,6 +276,9 @@ class AttentionRuntime:
             **facts.rank_row(self._ready, layers),
             "tokens": int(self._tokens),
             "steps": self.steps,
+            "graph_replays": self._graph_replays,
+            "eager_steps": dict(self._eager_steps),
+            "graphs": {str(width): dict(found) for width, found in self._graphs.items()},
             "connector": self.settings.connector,
             "capacity": self.capacity,
             "microbatches": self.settings.microbatches,
@@ -238,6 +287,14 @@ class AttentionRuntime:
             "afd_version": version("sglang-afd"),
             "sglang_version": version("sglang"),
         }
+        if self.choice is not None:
+            state["chosen"] = {
+                str(batch): {
+                    "microbatches": found.microbatches,
+                    "ms": {str(width): round(ms, 4) for width, ms in found.ms.items()},
+                }
+                for batch, found in self.choice.results.items()
+            }
         if self._leader is not None:
             experts = self.spec.topology.expert_range
             state["ffn"] = [
@@ -300,6 +357,8 @@ class AttentionRuntime:
         if self._closed:
             return
         self._closed = True
+        if self._watch is not None:
+            self._watch.close()
         if self._meter is not None:
             self._meter.close()
         if self._leader is not None:
@@ -380,12 +439,31 @@ def after_load_model(result: Any, model_runner: Any) -> None:
             current().join_data_plane(model_runner.model)
 
 
+def after_forward(result: Any, model_runner: Any, *args: Any, **kwargs: Any) -> Any:
+    """AFTER `ModelRunner.forward`, eager or a replay."""
+    if is_active() and not model_runner.is_draft_worker:
+        current().step_enqueued()
+    return result
+
+
 def after_internal_state(result: Any, scheduler: Any, recv_req: Any) -> Any:
     """AFTER `Scheduler.get_internal_state`: the entries `afd` and `afd_live`."""
     if is_active():
         result.internal_state["afd"] = current().state()
         result.internal_state["afd_live"] = current().live_state()
     return result
+
+
+def run_event_loop(orig: Any, scheduler: Any) -> None:
+    """AROUND `Scheduler.run_event_loop`: upstream logs what its main thread failed of, and its
+    parent learns only that it is gone."""
+    try:
+        orig(scheduler)
+    except Exception as error:
+        if is_active():
+            text = f"Attention rank {current().attn_rank} failed: {type(error).__name__}: {error}"
+            files.leave_reason(scheduler.server_args.afd_run_folder, text)
+        raise
 
 
 def before_release(scheduler: Any) -> None:

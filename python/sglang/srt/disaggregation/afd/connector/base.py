@@ -26,7 +26,11 @@ from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
+from sglang.srt.disaggregation.afd.errors import AFDError
 from sglang.srt.disaggregation.afd.topology import Topology
+
+# A masked GEMM writes whole blocks of this many rows, also behind the last row of an expert.
+BLOCK_ROWS = 128
 
 
 class Transfer(NamedTuple):
@@ -110,7 +114,8 @@ class ExpertMajorBatch:
 
     Attributes:
         transfer: which dispatch this is.
-        hidden_ELH: `LinkSpec.dtype`, or FP8 (E4M3). L is the room for rows of one expert.
+        hidden_ELH: `LinkSpec.dtype`, or FP8 (E4M3). L is the room for rows of one expert; if it is
+            no multiple of `BLOCK_ROWS`, the experts have to copy everything into more room.
         scales_ELG: float32, one per G = H / 128 groups, column-major in its last two dimensions;
             None unless the rows are FP8.
         rows_per_expert_E: int32, on the device.
@@ -171,6 +176,14 @@ class TellsWaits(ABC):
     @abstractmethod
     def set_on_wait(self, on_wait: Callable[[int, float], None]) -> None:
         """`on_wait(world_rank, seconds)` runs after each wait for a message of that rank."""
+
+
+class TellsFailure(ABC):
+    """A power of connectors, of either side, whose kernels give up on a peer by themselves."""
+
+    @abstractmethod
+    def failure(self) -> AFDError | None:
+        """Why this rank's kernels gave up, None while they did not. Does not wait for the GPU."""
 
 
 class FFNConnector(ABC, Generic[BatchT]):

@@ -22,6 +22,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import logging
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ import torch
 
 from sglang.srt.disaggregation.afd import envs
 from sglang.srt.disaggregation.afd.connector.base import (
+    BLOCK_ROWS,
     AttnConnector,
     DispatchHandle,
     ExpertMajorBatch,
@@ -140,7 +142,9 @@ class _Link:
         buffer_type = _buffer_type()
         world = spec.topology.world_size
         self.num_slots = world * spec.topology.slots_per_rank
-        self.rows_per_rank = -(-spec.capacity // _ROW_ALIGNMENT) * _ROW_ALIGNMENT
+        # The room of a slot, over all ranks, is a multiple of what a GEMM writes at once.
+        unit = max(_ROW_ALIGNMENT, BLOCK_ROWS // math.gcd(world, BLOCK_ROWS))
+        self.rows_per_rank = -(-spec.capacity // unit) * unit
         self.rows_per_slot = world * self.rows_per_rank
         self.meeting = Meeting(spec.topology, world_rank, rendezvous, "deepep")
         num_bytes = buffer_type.get_low_latency_rdma_size_hint(

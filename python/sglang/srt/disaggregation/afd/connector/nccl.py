@@ -102,7 +102,7 @@ class _Link:
         if spec.fp8:
             raise AFDConfigError(
                 "--afd-connector nccl sends hidden states in the model's dtype, not FP8; "
-                "switch FP8 dispatch off or choose another connector"
+                "set --afd-wire-dtype bf16, or choose another connector"
             )
         topology = spec.topology
         self.spec = spec

@@ -27,8 +27,11 @@ class ConnectorInfo:
     """Facts of one connector that the configuration checks.
 
     Attributes:
-        device: where its tensors live, "cpu" or "cuda".
+        device: where its tensors live, "cpu" or "cuda", or "any".
         one_process: both roles must share a process, so no server can use it.
+        benchmark_only: moves nothing, so answers are meaningless.
+        expert_major: FFN ranks get rows sorted by expert (`ExpertMajorBatch`) in every dtype.
+        carries_fp8: can send tokens as FP8 with scales (`LinkSpec.fp8`), and delivers those sorted.
         available: part of this version.
         package: a Python package that must be installed, none if empty.
     """
@@ -37,6 +40,9 @@ class ConnectorInfo:
     device: str
     description: str
     one_process: bool = False
+    benchmark_only: bool = False
+    expert_major: bool = False
+    carries_fp8: bool = False
     available: bool = True
     package: str = ""
 
@@ -68,13 +74,23 @@ _CONNECTORS = {
             name="deepep",
             device="cuda",
             description="DeepEP low-latency kernels over NVLink or RDMA",
+            expert_major=True,
+            carries_fp8=True,
             package="deep_ep",
         ),
         ConnectorInfo(
             name="nvlink",
             device="cuda",
-            description="one-sided writes into symmetric memory over NVLink",
-            available=False,
+            description="one-sided writes into symmetric memory over NVLink, one host",
+            carries_fp8=True,
+            package="sglang_afd_kernel",
+        ),
+        ConnectorInfo(
+            name="null",
+            device="any",
+            description="moves nothing; each role runs alone, to be timed",
+            benchmark_only=True,
+            carries_fp8=True,
         ),
     )
 }
@@ -115,6 +131,7 @@ def available(device: str | None = None) -> tuple[str, ...]:
         if info.available
         and info.installed
         and not info.one_process
+        and not info.benchmark_only
         and device in (None, info.device)
     )
 

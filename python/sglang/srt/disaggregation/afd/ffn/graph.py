@@ -25,6 +25,7 @@ class StepGraphs:
         self._run_step = run_step
         self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
         self._pool: object | None = None
+        self._cost: dict[int, tuple[float, float]] = {}  # seconds and MiB by microbatches
         self.replays = 0
         self.eager_steps = 0
 
@@ -45,16 +46,24 @@ class StepGraphs:
     def _capture(self, plan: StepPlan) -> None:
         began = time.monotonic()
         torch.cuda.synchronize()
+        before = torch.cuda.memory_reserved()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
             self._run_step(plan)
         self._pool = self._pool or graph.pool()
         self._graphs[plan.bucket, plan.microbatches] = graph
+        seconds, mib = self._cost.get(plan.microbatches, (0.0, 0.0))
+        seconds += time.monotonic() - began
+        mib += (torch.cuda.memory_reserved() - before) / 2**20
+        self._cost[plan.microbatches] = seconds, mib
         logger.info(
-            "captured bucket %d, %d microbatch(es) in %.2f s",
+            "captured bucket %d, %d microbatch(es) in %.2f s; these graphs: %d, %.2f s, %.1f MiB",
             plan.bucket,
             plan.microbatches,
             time.monotonic() - began,
+            sum(width == plan.microbatches for _, width in self._graphs),
+            seconds,
+            mib,
         )
 
     def _replay(self, plan: StepPlan) -> None:

@@ -7,7 +7,10 @@ from typing import Any
 
 import torch
 
-from sglang.srt.disaggregation.afd import facts
+from sglang.srt.disaggregation.afd import config as afd_config
+from sglang.srt.disaggregation.afd import facts, wire
+from sglang.srt.disaggregation.afd.errors import AFDConfigError
+from sglang.srt.disaggregation.afd.ffn import deep_gemm
 from sglang.srt.disaggregation.afd.ffn.experts import LocalExperts
 from sglang.srt.disaggregation.afd.models import families, loaders, weights
 from sglang.srt.disaggregation.afd.topology import Topology
@@ -38,6 +41,7 @@ class FFNModelRunner:
         self.device = torch.device(DeviceConfig(server_args.device).device)
         self.model_config = ModelConfig.from_server_args(server_args)
         _init_world_of_one(server_args, self.model_config, gpu_id)
+        backend = self._choose_runner()
         initialize_moe_config(server_args)
         load_config = build_load_config(
             server_args=server_args,
@@ -64,6 +68,11 @@ class FFNModelRunner:
         if families.scales_itself(server_args):
             for module in self._modules:
                 module.moe_runner_config.routed_scaling_factor = None
+        for module in self._modules:
+            # What a connector delivers is its own memory: no result is written over it.
+            module.moe_runner_config.inplace = False
+        if backend == wire.DEEP_GEMM:
+            deep_gemm.check(self._modules, self._fp8)
         num_experts = {m.afd_num_experts for m in self._modules}
         self.shape = facts.expert_shape(
             [m.moe_runner_config for m in self._modules],
@@ -71,6 +80,44 @@ class FFNModelRunner:
             server_args.model_path,
             num_experts=num_experts.pop() if len(num_experts) == 1 else None,
         )
+        for module in self._modules:
+            # Not every model says it; DeepGEMM's runner sums so many rows per token.
+            module.moe_runner_config.top_k = self.shape.topk
+
+    def _choose_runner(self) -> str:
+        """Have upstream read the MoE runner that fits the connector; returns its name.
+
+        Raises:
+            AFDConfigError: the tokens' dtype or the flag needs DeepGEMM, which does not run here.
+        """
+        args = self._server_args
+        connector = afd_config.build(args).connector
+        lacks = deep_gemm.obstacle(self.device)
+        works = not lacks and self.model_config.dtype == torch.bfloat16
+        backend = wire.runner_backend(args, connector, works)
+        self._fp8 = wire.fp8(args, connector)
+        if self._fp8 and (lacks or deep_gemm.rounds_scales()):
+            raise AFDConfigError(
+                f"FFN rank {self._ffn_rank} cannot compute with FP8 tokens: "
+                f"{lacks or 'this GPU wants scales that are powers of two'}; start all ranks with "
+                "--afd-wire-dtype bf16"
+            )
+        if backend == wire.DEEP_GEMM:
+            if lacks:
+                raise AFDConfigError(
+                    f"--moe-runner-backend {backend} does not run on FFN rank {self._ffn_rank}: "
+                    f"{lacks}; choose {wire.TRITON}"
+                )
+            deep_gemm.skip_upstreams_warm_up()
+        if backend != args.moe_runner_backend:
+            args.override("afd", moe_runner_backend=backend)
+        logger.info(
+            "FFN rank %d: MoE runner %s; tokens arrive as %s",
+            self._ffn_rank,
+            backend,
+            "FP8" if self._fp8 else self.model_config.dtype,
+        )
+        return backend
 
     def load(self) -> list[LocalExperts]:
         """Read this rank's expert tensors and return the layers in order."""

@@ -11,12 +11,13 @@ from typing import Any, NoReturn
 import torch
 
 from sglang.srt.disaggregation.afd import config as afd_config
-from sglang.srt.disaggregation.afd import envs, facts, files
+from sglang.srt.disaggregation.afd import envs, facts, files, wire
 from sglang.srt.disaggregation.afd.connector import registry
 from sglang.srt.disaggregation.afd.connector.base import LinkSpec
 from sglang.srt.disaggregation.afd.connector.rendezvous import Rendezvous
 from sglang.srt.disaggregation.afd.control import MemberControl
 from sglang.srt.disaggregation.afd.errors import AFDError
+from sglang.srt.disaggregation.afd.ffn import deep_gemm
 from sglang.srt.disaggregation.afd.ffn.loop import FFNLoop
 from sglang.srt.disaggregation.afd.ffn.model_runner import FFNModelRunner
 from sglang.srt.disaggregation.afd.ffn.pace import Pace
@@ -67,7 +68,11 @@ def main(server_args: Any, ffn_rank: int, gpu_id: int, launcher_pid: int) -> Non
             role="ffn",
             rank=ffn_rank,
             facts=facts.collect(
-                settings, runner.shape, runner.model_config, args.afd_max_tokens_per_rank or 0
+                settings,
+                runner.shape,
+                runner.model_config,
+                args.afd_max_tokens_per_rank or 0,
+                wire.fp8(args, settings.connector),
             ),
             load_timeout_s=settings.load_timeout_s,
             peer_timeout_s=settings.peer_timeout_s,
@@ -107,7 +112,19 @@ def _serve(
     exporter: Exporter | None,
 ) -> str:
     welcome = control.join()
+    spec = LinkSpec(
+        topology=_topology(settings, runner),
+        hidden_size=runner.shape.hidden_size,
+        topk=runner.shape.topk,
+        dtype=runner.model_config.dtype,
+        capacity=welcome.capacity,
+        timeout_s=settings.peer_timeout_s,
+        microbatches=settings.microbatches,
+        fp8=wire.fp8(args, settings.connector),
+    )
     layers = runner.load()
+    if wire.expert_major(settings.connector, spec.fp8):
+        deep_gemm.compile_ahead(layers, spec)
     report = weights.report()
     logger.info(
         "FFN rank %d: %d layers, %d experts each, %.1f MiB of parameters, %.1f MiB read",
@@ -127,15 +144,6 @@ def _serve(
             tensors_skipped=report.tensors_skipped,
             device=device_name(runner.device),
         )
-    )
-    spec = LinkSpec(
-        topology=_topology(settings, runner),
-        hidden_size=runner.shape.hidden_size,
-        topk=runner.shape.topk,
-        dtype=runner.model_config.dtype,
-        capacity=welcome.capacity,
-        timeout_s=settings.peer_timeout_s,
-        microbatches=settings.microbatches,
     )
     rendezvous = Rendezvous(
         store_host=welcome.store_host,

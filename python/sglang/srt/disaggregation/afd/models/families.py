@@ -62,11 +62,24 @@ WITHOUT_FUSED_MOE = {
     "DbrxForCausalLM": _OWN_KERNEL,
     "DeepseekForCausalLM": _OWN_KERNEL,
     "QuantMixtralForCausalLM": "its experts are a list of separate modules, not upstream's FusedMoE",
+    "UnlimitedOCRForCausalLM": _OWN_KERNEL,
     "XverseMoeForCausalLM": _OWN_KERNEL,
 }
+# A step plan has one transfer per layer, whatever the tokens are.
+TWO_EXPERT_MODULES = {
+    "Ernie4_5_VLMoeForConditionalGeneration": "a layer has two expert modules, one for text and one "
+    "for images, and its tokens decide which of them run",
+}
+REFUSED = {**WITHOUT_FUSED_MOE, **TWO_EXPERT_MODULES}
 # A prompt that is split between two microbatches would be another prompt to them.
 _LOOKS_AHEAD = "its attention looks ahead within a prompt"
-NOT_CAUSAL = {"LLaDA2MoeModelLM": _LOOKS_AHEAD, "SDARMoeForCausalLM": _LOOKS_AHEAD}
+_NOT_SPLIT = "upstream's two-batch overlap does not take its attention backend"
+ONE_MICROBATCH = {
+    "LLaDA2MoeModelLM": _LOOKS_AHEAD,
+    "MiniMaxM3SparseForCausalLM": _NOT_SPLIT,
+    "MiniMaxM3SparseForConditionalGeneration": _NOT_SPLIT,
+    "SDARMoeForCausalLM": _LOOKS_AHEAD,
+}
 
 
 def read_config(args: AFDServerArgs) -> dict[str, Any]:
@@ -109,16 +122,16 @@ def check(args: AFDServerArgs, microbatches: int) -> None:
     """
     config = read_config(args)
     name = architecture(config)
-    reason = WITHOUT_FUSED_MOE.get(name)
+    reason = REFUSED.get(name)
     if reason is not None:
         raise AFDConfigError(
             f"--model-path {args.model_path} is a {name}, which --disaggregation-mode afd does not "
             f"serve: {reason}. Serve it without the flag; docs/models.md lists what AFD serves"
         )
     formats.check(args, config)
-    if microbatches == 2 and name in NOT_CAUSAL:
+    if microbatches == 2 and name in ONE_MICROBATCH:
         raise AFDConfigError(
-            f"--afd-microbatches 2 does not work with a {name}: {NOT_CAUSAL[name]}; leave the flag out"
+            f"--afd-microbatches 2 does not work with a {name}: {ONE_MICROBATCH[name]}; leave the flag out"
         )
     if microbatches == 2 and args.model_impl == "transformers":
         raise AFDConfigError(

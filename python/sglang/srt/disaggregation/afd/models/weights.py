@@ -23,7 +23,7 @@ from sglang.srt.disaggregation.afd.topology import Topology
 
 logger = logging.getLogger(__name__)
 
-_PER_EXPERT = re.compile(r"\.experts\.(\d+)\.")
+_PER_EXPERT = re.compile(r"\.(?:local_)?experts\.(\d+)\.")
 # One tensor for all experts of a layer, in the spellings of gpt-oss, Llama-4, Qwen3-VL, Step-3
 # and Granite. The router's bias that some families keep below `experts` is not among them.
 _ALL_EXPERTS = re.compile(

@@ -17,7 +17,11 @@ _ROW = frozenset(
     "model layers quant connector attn_ranks ffn_ranks microbatches graph batch_per_rank context "
     "kv_dtype attention_backend routing max_rows_per_expert resident_rule logical beyond_host gate "
     "step_ms step_ms_p99 wall_step_ms tokens_per_s_per_gpu samples reps iqr op tokens hidden topk us "
-    "bytes GB_per_s baseline_us ratio experts fmha_ms dense_ms moe_ms".split()
+    "bytes GB_per_s baseline_us ratio experts fmha_ms dense_ms moe_ms comm_ms step_ms_mean part layout "
+    "a2a weights moe_runner_backend device ahead wave context_mid ready_s capture_s graph_mib weight_mib "
+    "ffn_weight_mib kv_tokens configuration "
+    "sleep_on_idle process seconds percent_of_core percent_main_thread percent_other_threads "
+    "ffn_rank steps us_p99".split()
 )
 COLOCATED, NULL = "colocated", "null"
 # What must agree between two rows for one to say something about the other.
@@ -61,12 +65,16 @@ def load(path: Path) -> Mapping[str, Any]:
 
 
 def decode_rows(result: Mapping[str, Any], where: str) -> list[Mapping[str, Any]]:
-    """Rows with a decode step whose correctness gate did not fail.
+    """Rows with a decode step whose correctness gate did not fail; not those of an FFN rank alone.
 
     Raises:
         AFDConfigError: there are none, or one lacks what a prediction needs.
     """
-    rows = [row for row in result["rows"] if "step_ms" in row and row.get("gate") != "fail"]
+    rows = [
+        row
+        for row in result["rows"]
+        if "step_ms" in row and row.get("gate") != "fail" and row.get("part") != "ffn"
+    ]
     if not rows:
         raise AFDConfigError(f"{where} has no decode row (step_ms) that passed its gate")
     for row in rows:

@@ -1,0 +1,9 @@
+"""Lets tests import what stands beside the benchmark programs, as they do themselves."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[3]
+sys.path.insert(0, str(ROOT / "benchmark" / "afd"))

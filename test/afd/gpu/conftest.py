@@ -1,0 +1,64 @@
+"""Servers on two GPUs of one host, as the gate of benchmark/afd starts them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmark" / "afd"
+sys.path.append(str(BENCHMARKS))
+
+import gate  # noqa: E402
+import gate_models  # noqa: E402
+from gate import Case, Fleet, Running  # noqa: E402
+
+QUANT = "bf16"
+
+
+@pytest.fixture(scope="session")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    """Of the gate's BF16 model; what a test leaves running ends with the session."""
+    work = Path("/tmp/afd-gate")  # as the command's default, which may have made it already
+    shape = gate_models.Shape(quant=QUANT)
+    gate_models.write(shape, work / shape.name, "cuda")
+    torch.cuda.empty_cache()
+    setup = gate.Setup(device="cuda", shapes={QUANT: shape})
+    made = Fleet(setup, tmp_path_factory.mktemp("gpu-logs"), work, first_port=25000)
+    yield made
+    made.close()
+
+
+def case(connector: str, graph: bool = True, microbatches: int = 1, **changes: int) -> Case:
+    return Case(quant=QUANT, connector=connector, graph=graph, microbatches=microbatches, **changes)
+
+
+def connectors() -> list[str]:
+    """Those that this host can serve with, by name."""
+    return list(gate.usable_connectors("cuda")) if torch.cuda.is_available() else ["nccl"]
+
+
+def used_mib(gpu: int) -> float:
+    free, total = torch.cuda.mem_get_info(gpu)
+    return (total - free) / 2**20
+
+
+def utilization() -> list[int]:
+    """Percent of the last sample period, by GPU."""
+    command = ["nvidia-smi", "--query-gpu=utilization.gpu", "--format=csv,noheader,nounits"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+    return [int(line) for line in done.stdout.split()]
+
+
+def wait_for_end(server: Running, limit_s: float) -> int:
+    """Exit code of the server's main process."""
+    began = time.monotonic()
+    while server.process.poll() is None:
+        assert time.monotonic() - began < limit_s, f"still running after {limit_s} s"
+        time.sleep(0.2)
+    return int(server.process.returncode)
