@@ -16,14 +16,9 @@ with all its microbatches, `bytes` what this attention rank sends and receives i
 from __future__ import annotations
 
 import argparse
-import datetime
-import importlib.metadata
-import json
 import logging
 import os
-import shlex
 import statistics
-import subprocess
 import sys
 import time
 import traceback
@@ -33,6 +28,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+import results_file
 import torch
 import torch.multiprocessing
 
@@ -118,7 +114,7 @@ def main() -> None:
         rows.append(row)
         _print(row)
         if out is not None:  # after each row, so that a failure of the next one loses nothing
-            _write(out, rows)
+            results_file.write(out, "link", rows)
 
     _run(shapes, args.baseline, world, args.timeout, keep)
 
@@ -477,37 +473,6 @@ def _print(row: dict[str, Any]) -> None:
         + (f", {row['ratio']} of {row['baseline']}" if "ratio" in row else ""),
         flush=True,
     )
-
-
-def _write(path: Path, rows: list[dict[str, Any]]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent
-    )
-    results = {
-        "bench": "link",
-        "command": shlex.join(["python", *sys.argv]),
-        "commit": commit.stdout.strip() or "unknown",
-        "versions": _versions(),
-        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "rows": rows,
-    }
-    path.write_text(json.dumps(results, indent=1) + "\n")
-
-
-def _versions() -> dict[str, str]:
-    versions = {
-        "python": sys.version.split()[0],
-        "cuda": str(torch.version.cuda),
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())),
-    }
-    for package in ("torch", "sglang", "deep_ep"):
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            versions[package] = str(torch.__version__) if package == "torch" else "unknown"
-    return versions
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmark" / "afd"))
 import gate
 import gate_faults
 import gate_models
-from gate import COLOCATED, Case, Outcome, Setup
+from gate import COLOCATED, OTHER_KERNELS, Case, Outcome, Setup
 from gate_scores import Scores, distance
 
 SHAPE = gate_models.Shape(
@@ -34,11 +34,13 @@ def scores(shift: float = 0.0) -> Scores:
     return Scores(prefill=[list(row) for row in BASE], decode=moved)
 
 
-def outcomes(**shifts: float) -> dict[Case, Outcome]:
-    """Colocated, whose widths are 0.1 apart, and one nccl case for each name."""
+def outcomes(other: float = 0.0, **shifts: float) -> dict[Case, Outcome]:
+    """Colocated, whose widths are 0.1 apart, with other kernels `other`; a case for each name."""
     reference = Case(quant="bf16")
     by_width = {1: scores(0.1), 2: scores(), 4: scores(0.1)}
     found = {reference: Outcome(reference, by_width=by_width)}
+    partner = Case(quant="bf16", connector=OTHER_KERNELS)
+    found[partner] = Outcome(partner, by_width={2: scores(other)})
     for name, shift in shifts.items():
         connector, way, *fault = name.split("_", 2)
         case = Case(
@@ -56,9 +58,26 @@ def test_the_bound_is_one_and_a_half_times_what_colocated_differs_from_itself():
     found = outcomes(nccl_eager=0.149, deepep_eager=0.151)
     assert verdicts(found) == {"bf16-nccl-eager-1mb": "pass", "bf16-deepep-eager-1mb": "fail"}
     row = next(row for row in gate.judge(SETUP, found) if row["gate"] == "fail")
-    assert row["problems"] == ["max |d logprob| 0.151 is more than 0.15"]
+    assert row["problems"] == [
+        "max |d logprob| 0.151 is more than 0.15",
+        "mean |d logprob| 0.01258 is more than 0.0125",
+    ]
     assert row["delta_max_prefill"] == 0.0
     assert row["positions"] == 12
+
+
+def test_other_kernels_of_sglang_may_be_further_apart_than_batch_sizes():
+    assert verdicts(outcomes(other=0.2, nccl_eager=0.29)) == {"bf16-nccl-eager-1mb": "pass"}
+    assert verdicts(outcomes(other=0.2, nccl_eager=0.31)) == {"bf16-nccl-eager-1mb": "fail"}
+
+
+def test_many_small_differences_are_red():
+    found = outcomes(nccl_eager=0.0)
+    case = next(case for case in found if case.connector == "nccl")
+    spread = [[value + 0.05 for value in row] for row in BASE]
+    found[case].by_width[2] = Scores(prefill=spread, decode=spread)
+    (row,) = gate.judge(SETUP, found)
+    assert row["problems"] == ["mean |d logprob| 0.05 is more than 0.0125"]
 
 
 def test_graphs_must_give_the_bits_of_eager_steps_if_the_connector_only_moves_rows():
@@ -119,7 +138,11 @@ def test_every_fault_is_a_case_and_a_selection_keeps_its_reference():
     cases = gate.all_cases(("bf16", "fp8"), ("nccl", "deepep"))
     assert {case.fault for case in cases} == {"", *gate_faults.FAULTS}
     chosen = gate.select(cases, "fp8-deepep-graph-2mb")
-    assert [case.name for case in chosen] == ["fp8-colocated", "fp8-deepep-graph-2mb"]
+    assert [case.name for case in chosen] == [
+        "fp8-colocated",
+        "fp8-colocated-with-other-kernels",
+        "fp8-deepep-graph-2mb",
+    ]
     assert len({case.name for case in cases}) == len(cases)
 
 
