@@ -7,8 +7,9 @@ over each connector, eagerly and in graphs, with 1 and 2 microbatches, in BF16 a
 scores the same sequences, at prefill and, teacher-forced, at decode steps. A case passes if its log
 probabilities are no further from colocated's, at most and on average, than 1.5 times what colocated
 itself is apart at neighbouring batch sizes, or with other kernels that SGLang offers for the same
-model (another MoE runner, prompts in pieces, another order of sums in attention). Connectors that
-only move rows must give the same bits in graphs as eagerly. Servers with faults (`gate_faults`) must fail.
+model: FlashInfer's attention instead of Triton's, and the other of Triton and DeepGEMM for experts.
+Connectors that only move rows must give the same bits in graphs as eagerly. Servers with faults
+(`gate_faults`) must fail.
 
 Exit code 0 means that all of it held. Benchmarks ask `verdict()` for the `gate` of their rows.
 """
@@ -79,8 +80,8 @@ class Setup:
     def asked(self, quant: str) -> list[Sequence]:
         return sequences(self.num_sequences, self.forced, self.shapes[quant].vocab)
 
-    def flags(self, quant: str) -> list[str]:
-        """Of every server."""
+    def flags(self, quant: str, other: bool = False) -> list[str]:
+        """Of every server, with another attention backend if `other`."""
         flags = [
             *("--device", self.device),
             *("--dtype", "float32" if quant == "fp32" else "bfloat16"),
@@ -90,7 +91,8 @@ class Setup:
             *("--watchdog-timeout", "300"),
         ]
         if self.device == "cuda":
-            flags += ["--attention-backend", "triton", "--cuda-graph-backend-prefill", "disabled"]
+            backend = "flashinfer" if other else "triton"
+            flags += ["--attention-backend", backend, "--cuda-graph-backend-prefill", "disabled"]
         return flags
 
     def runner(self, quant: str, other: bool) -> list[str]:
@@ -129,13 +131,8 @@ class Case:
         return f"{name}-{self.fault}" if self.fault else name
 
     def flags(self, setup: Setup) -> list[str]:
-        flags = setup.flags(self.quant)
-        flags += setup.runner(self.quant, self.connector == OTHER_KERNELS)
-        if self.connector == OTHER_KERNELS:
-            # Prompts in pieces, as two microbatches cut them, and another order of sums at decode.
-            flags += ["--chunked-prefill-size", "32"]
-            if setup.device == "cuda":
-                flags += ["--triton-attention-num-kv-splits", "3"]
+        other = self.connector == OTHER_KERNELS
+        flags = [*setup.flags(self.quant, other), *setup.runner(self.quant, other)]
         if self.is_colocated:
             batches = setup.widths
         else:

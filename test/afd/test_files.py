@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from sglang.srt.disaggregation.afd import files
+from sglang.srt.disaggregation.afd.errors import PeerLost
 
 
 @dataclasses.dataclass
@@ -77,3 +78,29 @@ def test_a_killed_servers_folder_is_removed_at_the_next_start(temporary):
     assert left.exists()
     files.sweep()
     assert not left.exists()
+
+
+@pytest.mark.parametrize("first", ["cause", "follows"])
+def test_the_cause_is_told_and_not_what_followed_from_it(first, monkeypatch):
+    """Whoever writes first: a rank that lost a peer often notices before the peer has said why."""
+    folder = files.RunFolder()
+    try:
+        said = {
+            "cause": ("FFN rank 0 failed: out of memory", RuntimeError("out of memory")),
+            "follows": ("Attention rank 0 failed: PeerLost", PeerLost("ffn 0")),
+        }
+        for pid, name in enumerate(sorted(said, key=lambda each: each != first)):
+            monkeypatch.setattr(files.os, "getpid", lambda pid=pid: pid)
+            files.leave_reason(str(folder.path), *said[name])
+        assert folder.reason() == "FFN rank 0 failed: out of memory"
+    finally:
+        folder.remove()
+
+
+def test_without_a_cause_the_first_that_followed_is_told():
+    folder = files.RunFolder()
+    try:
+        files.leave_reason(str(folder.path), "Attention rank 0: ffn 0 is silent", PeerLost("ffn 0"))
+        assert folder.reason() == "Attention rank 0: ffn 0 is silent"
+    finally:
+        folder.remove()

@@ -12,7 +12,12 @@ from sglang.srt.disaggregation.afd.errors import AFDConfigError
 from sglang.srt.disaggregation.afd.planner import estimate, fit, hardware, link
 from sglang.srt.disaggregation.afd.planner.link import Link
 
-RESULTS = ROOT / "benchmark/afd/results/link_2xh200.json"
+RESULTS = ROOT / "benchmark/afd/results"
+FILES = {
+    "nccl": "link_2xh200.json",
+    "deepep": "link_2xh200.json",
+    "nvlink": "link_fp8_2xh200.json",
+}
 
 
 def wire(copies: str, **extra) -> Link:
@@ -65,12 +70,14 @@ def test_bytes_of_stepmesh():
     assert near(from_two, row["gbit_per_s"], 0.01)
 
 
-def test_bytes_as_the_link_benchmark_counts_them():
-    """benchmark/afd/results/link_2xh200.json: `bytes` of a row, for both connectors."""
+@pytest.mark.parametrize("file", sorted(set(FILES.values())))
+def test_bytes_as_the_link_benchmark_counts_them(file):
+    """`bytes` of a row, for every connector."""
     known = estimate.load()
-    for row in json.loads(RESULTS.read_text())["rows"]:
+    for row in json.loads((RESULTS / file).read_text())["rows"]:
+        size = link.FP8_BYTES if row.get("wire") == "fp8" else 2.0
         one = link.transfer(
-            known.link(row["connector"], hardware.load("h200")),
+            known.link(row["connector"], hardware.load("h200")).with_dispatch_bytes(size),
             row["hidden"],
             row["experts"],
             row["topk"],
@@ -84,7 +91,7 @@ def test_bytes_as_the_link_benchmark_counts_them():
 def rows_of(connector: str, hidden: set[int]) -> list[tuple[float, float]]:
     return [
         (row["bytes"], row["us"] * 1e-6)
-        for row in json.loads(RESULTS.read_text())["rows"]
+        for row in json.loads((RESULTS / FILES[connector]).read_text())["rows"]
         if row["connector"] == connector
         and row["microbatches"] == 1
         and row["hidden"] in hidden
@@ -92,7 +99,7 @@ def rows_of(connector: str, hidden: set[int]) -> list[tuple[float, float]]:
     ]
 
 
-@pytest.mark.parametrize("connector", ["nccl", "deepep"])
+@pytest.mark.parametrize("connector", FILES)
 def test_packaged_link_is_the_line_of_its_source(connector):
     """The numbers in data/estimates.json are what least squares gives on the rows they name."""
     found = fit.line(rows_of(connector, {7168}), "latency from bandwidth")
@@ -129,7 +136,7 @@ def test_further_ranks_cost_time():
 
 
 BAD = [
-    ({"nvlink.rank_us": 1}, "unknown key 'nvlink.rank_us'"),
+    ({"gloo.rank_us": 1}, "unknown key 'gloo.rank_us'"),
     ({"deepep.speed": 1}, "unknown key 'deepep.speed'"),
     ({"kv_reed": 1}, "unknown key 'kv_reed'"),
     ({"kv_read": 0}, "--set kv_read is 0"),
@@ -152,5 +159,5 @@ def test_bad_link_override_is_named_when_used():
 
 
 def test_connector_without_numbers():
-    with pytest.raises(AFDConfigError, match="--connector nvlink: the planner has no numbers"):
-        estimate.load().link("nvlink", hardware.load("h200"))
+    with pytest.raises(AFDConfigError, match="--connector gloo: the planner has no numbers"):
+        estimate.load().link("gloo", hardware.load("h200"))

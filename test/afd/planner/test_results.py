@@ -158,7 +158,8 @@ def test_published_results_can_be_compared(path):
     assert len(errors) == sum(
         r["gate"] == "pass" and r["microbatches"] == 1 for r in result["rows"]
     )
-    assert max(errors) < 20
+    # The numbers of deepep are of BF16 rows; with FP8 its smallest transfers are shorter by a fifth.
+    assert max(errors) < (25 if any(r.get("wire") == "fp8" for r in result["rows"]) else 20)
     assert sum(errors) / len(errors) < 7
 
 

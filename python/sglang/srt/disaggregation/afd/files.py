@@ -17,10 +17,13 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from sglang.srt.disaggregation.afd.errors import DeadlineExceeded, PeerLost
+
 logger = logging.getLogger(__name__)
 
 _PREFIX = "sglang-afd-"
-_LOCK, _OUTSIDE, _REASON = "lock", "outside", "reason-"
+_LOCK, _OUTSIDE = "lock", "outside"
+_REASON, _FOLLOWS = "reason-", "follows-"  # and the pid
 _LONGEST_SOCKET_PATH = 107
 _IPC = "ipc://"
 
@@ -54,24 +57,31 @@ class RunFolder:
         (self.path / _OUTSIDE).write_text("\n".join(map(str, self._outside)))
 
     def reason(self) -> str:
-        """Why the first rank ended that said so; empty if none did."""
-        said = sorted(self.path.glob(f"{_REASON}*"), key=lambda path: path.stat().st_mtime_ns)
-        return said[0].read_text() if said else ""
+        """Why the first rank ended that said so; empty if none did.
+
+        A rank that lost another one says so only if none says why that one was lost.
+        """
+        for kind in (_REASON, _FOLLOWS):
+            said = sorted(self.path.glob(f"{kind}*"), key=lambda path: path.stat().st_mtime_ns)
+            if said:
+                return said[0].read_text()
+        return ""
 
     def remove(self) -> None:
         """Remove everything. Safe to call twice, and while processes still have it open."""
         _remove(self.path)
 
 
-def leave_reason(folder: str | None, text: str) -> None:
-    """Say in the server's folder why this process ends, for the clients of its main process.
+def leave_reason(folder: str | None, text: str, error: BaseException) -> None:
+    """Say in the server's folder that this process ends of `error`, for the main process's clients.
 
     The first reason of a process stays: what its other threads fail of then follows from it.
     `folder` is None in a process that no main process with an API started.
     """
     if folder is not None:
+        kind = _FOLLOWS if isinstance(error, PeerLost | DeadlineExceeded) else _REASON
         # The disk is full, the server gone, or a reason is there: the log has it.
-        with contextlib.suppress(OSError), Path(folder, f"{_REASON}{os.getpid()}").open("x") as new:
+        with contextlib.suppress(OSError), Path(folder, f"{kind}{os.getpid()}").open("x") as new:
             new.write(text)
 
 

@@ -344,9 +344,8 @@ class AttentionRuntime:
         """
         if self._closed:
             return
-        files.leave_reason(
-            self._server_args.afd_run_folder, f"Attention rank {self.attn_rank}: {error}"
-        )
+        reason = f"Attention rank {self.attn_rank}: {error}"
+        files.leave_reason(self._server_args.afd_run_folder, reason, error)
         time.sleep(_LAST_WORDS_S)  # a main thread that is in a wait says more about it
         logger.error("AFD attention rank %d ends: %s", self.attn_rank, error)
         logging.shutdown()
@@ -387,7 +386,7 @@ def _last_words(server_args: Any) -> Iterator[None]:
     try:
         yield
     except AFDError as error:
-        files.leave_reason(server_args.afd_run_folder, str(error))
+        files.leave_reason(server_args.afd_run_folder, str(error), error)
         logger.error("AFD attention rank ends: %s", error)
         logging.shutdown()
         os._exit(1)
@@ -462,7 +461,7 @@ def run_event_loop(orig: Any, scheduler: Any) -> None:
     except Exception as error:
         if is_active():
             text = f"Attention rank {current().attn_rank} failed: {type(error).__name__}: {error}"
-            files.leave_reason(scheduler.server_args.afd_run_folder, text)
+            files.leave_reason(scheduler.server_args.afd_run_folder, text, error)
         raise
 
 

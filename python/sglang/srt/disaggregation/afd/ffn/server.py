@@ -84,7 +84,8 @@ def main(server_args: Any, ffn_rank: int, gpu_id: int, launcher_pid: int) -> Non
         text = f"{type(error).__name__}: {error}"
         known = isinstance(error, AFDError)
         logger.error("FFN rank %d ends: %s", ffn_rank, text if known else traceback.format_exc())
-        files.leave_reason(server_args.afd_run_folder, f"FFN rank {ffn_rank} failed: {text}")
+        reason = f"FFN rank {ffn_rank} failed: {text}"
+        files.leave_reason(server_args.afd_run_folder, reason, error)
         if control is not None:
             control.failed(text)
             control.close()

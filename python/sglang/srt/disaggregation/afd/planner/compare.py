@@ -95,6 +95,8 @@ def links(result: Mapping[str, Any], where: str, machine: Hardware, known: Estim
         if row["connector"] not in known.links:
             continue
         wire = known.link(row["connector"], machine)
+        if row.get("wire") == "fp8":
+            wire = wire.with_dispatch_bytes(link.FP8_BYTES)
         moved = link.transfer(
             wire,
             row["hidden"],

@@ -15,6 +15,7 @@ COPIES = ("rank", "expert")
 # 16-byte header before each copy.
 _ROUTING_BYTES, _HEADER_BYTES = 8, 16
 _BF16 = 2.0
+FP8_BYTES = 1 + 4 / 128  # a value, and its share of the scale of 128
 
 
 @dataclass(frozen=True, kw_only=True)
