@@ -47,17 +47,19 @@ def _link(name: str, result: dict[str, Any]) -> list[str]:
     rows = [row for row in result["rows"] if row["gate"] == "pass"]
     connectors = sorted({row["connector"] for row in rows})
     first = rows[0]
+    wire = first.get("wire", "bf16").upper()
     shapes = sorted({(row["hidden"], row["tokens"], row["microbatches"]) for row in rows})
     found = {
         (row["hidden"], row["tokens"], row["microbatches"], row["connector"]): row for row in rows
     }
     lines = [
         f"## Link: {len(result['gpus'])} x {result['gpus'][0]}, "
-        f"{first['attn_ranks']}A{first['ffn_ranks']}F",
+        f"{first['attn_ranks']}A{first['ffn_ranks']}F, rows out in {wire}",
         "",
         f"Microseconds of one MoE layer's dispatch and combine, median over {first['reps']} replays "
         f"of a CUDA graph of {first['layers']} layers, top-{first['topk']} of {first['experts']} "
-        f"experts, BF16. With two microbatches: both, half of the tokens each. "
+        f"experts, rows back in BF16. With two microbatches: both, half of the tokens each. "
+        "In brackets: over the time of `deepep` in the same run. "
         f"File: `{name}`, commit `{result['commit'][:10]}`.",
         "",
         "| hidden | tokens | microbatches | " + " | ".join(connectors) + " |",
@@ -65,9 +67,17 @@ def _link(name: str, result: dict[str, Any]) -> list[str]:
     ]
     for shape in shapes:
         cells = [found.get((*shape, connector)) for connector in connectors]
-        times = [f"{cell['us']:.1f}" if cell else "" for cell in cells]
+        times = [_microseconds(cell) for cell in cells]
         lines.append("| " + " | ".join([*map(str, shape), *times]) + " |")
     return lines
+
+
+def _microseconds(row: dict[str, Any] | None) -> str:
+    """And in brackets what that is of the baseline's time in the same run."""
+    if row is None:
+        return ""
+    has_ratio = "ratio" in row and row["baseline"] != row["connector"]
+    return f"{row['us']:.1f}" + (f" ({row['ratio']:.2f})" if has_ratio else "")
 
 
 def _idle(name: str, result: dict[str, Any]) -> list[str]:
