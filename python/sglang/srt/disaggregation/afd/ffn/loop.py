@@ -12,6 +12,7 @@ from sglang.srt.disaggregation.afd.connector.base import (
     ExpertMajorBatch,
     FFNConnector,
     ReceivedBatch,
+    TellsFailure,
     Transfer,
 )
 from sglang.srt.disaggregation.afd.control import MemberControl
@@ -43,6 +44,7 @@ class FFNLoop:
         self._control = control
         self._meter = meter
         self._connector = connector if meter is None else meter.wrap(connector)
+        self._gave_up = connector if isinstance(connector, TellsFailure) else None
         self._on_plan: list[Callable[[StepPlan], None]] = [] if meter is None else [meter.begin]
         self._layers = layers
         self._capacity = capacity
@@ -71,6 +73,7 @@ class FFNLoop:
                 self._meter.step_enqueued()
             self._tokens_on_host.copy_(self._tokens, non_blocking=True)
             self._pace.finished(message.step_id)
+            self._check_kernels()
             self._steps += 1
             self._control.count(self._steps, int(self._tokens_on_host))
 
@@ -101,6 +104,12 @@ class FFNLoop:
             self._tokens += batch.rows_per_expert_E.sum()
         else:
             self._tokens += (batch.topk_ids_RK >= 0).any(dim=1).sum()
+
+    def _check_kernels(self) -> None:
+        """A replayed graph calls no connector, which could raise what its kernels gave up for."""
+        error = None if self._gave_up is None else self._gave_up.failure()
+        if error is not None:
+            raise error
 
     def _counts(self) -> tuple[int, int]:
         return self._graphs.replays, self._graphs.eager_steps
