@@ -59,6 +59,18 @@ def test_without_a_compiler_the_error_says_what_to_do(monkeypatch):
         build.find_nvcc()
 
 
+def test_the_compiler_of_nvidias_wheel_is_found_and_compiles(tmp_path, monkeypatch):
+    """On a machine without a toolkit, the wheels that come with SGLang are enough."""
+    monkeypatch.delenv("CUDA_HOME", raising=False)
+    monkeypatch.delenv("CUDA_PATH", raising=False)
+    monkeypatch.setattr(build.shutil, "which", lambda name: None)
+    known, real = build._wheel() / "bin" / "nvcc", os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) == known and real(path, mode))
+    assert build.find_nvcc() == known
+    build.compile_library(tmp_path / "libafd.so", ("90a",), known)
+    build.load(tmp_path / "libafd.so")
+
+
 def test_a_compiler_that_fails_is_quoted(tmp_path):
     nvcc = tmp_path / "nvcc"
     nvcc.write_text("#!/bin/sh\necho unsupported gpu architecture >&2\nexit 3\n")

@@ -16,6 +16,7 @@ import hashlib
 import os
 import shutil
 import subprocess
+import sys
 import sysconfig
 import tempfile
 from functools import cache
@@ -130,6 +131,10 @@ def library(architecture: str) -> ctypes.CDLL:
 
 
 def _wheel() -> Path:
+    """Where NVIDIA's wheels put a toolkit; it may be in another environment on the path."""
+    for folder in sys.path:
+        if (Path(folder) / "nvidia" / "cu13" / "bin" / "nvcc").is_file():
+            return Path(folder) / "nvidia" / "cu13"
     return Path(sysconfig.get_path("purelib")) / "nvidia" / "cu13"
 
 
