@@ -65,11 +65,6 @@ def set_default(name: str, value: str) -> None:
     os.environ.setdefault(name, value)
 
 
-def forget(name: str) -> None:
-    """Remove a variable from this process."""
-    os.environ.pop(name, None)
-
-
 def drop(name: str) -> None:
     """Take a variable out of this process and its children."""
     os.environ.pop(name, None)

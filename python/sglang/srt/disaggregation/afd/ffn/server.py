@@ -55,7 +55,7 @@ def main(server_args: Any, ffn_rank: int, gpu_id: int, launcher_pid: int) -> Non
     else:
         torch.cuda.set_device(gpu_id)
     # Upstream sets it for attention ranks; what this rank counts is served by this rank.
-    envs.forget(envs.PROMETHEUS_FOLDER)
+    envs.drop(envs.PROMETHEUS_FOLDER)
     control: MemberControl | None = None
     exporter: Exporter | None = None
     try:
