@@ -57,12 +57,28 @@ def _match(name: str) -> str:
 
 
 def steps(kernels: Iterable[Kernel], count: int) -> list[list[Kernel]]:
-    """The last `count` graph replays, each with its kernels; fewer if there are not so many."""
+    """The last `count` graph replays, each with its kernels in turn; fewer if there are not so many."""
     launches: dict[int, list[Kernel]] = defaultdict(list)
     for kernel in kernels:
         launches[kernel.launch].append(kernel)
     replays = [found for launch, found in launches.items() if len(found) >= _FEW and launch >= 0]
-    return sorted(replays, key=lambda found: found[0].start)[-count:]
+    return [in_turn(found) for found in sorted(replays, key=lambda found: found[0].start)[-count:]]
+
+
+def in_turn(kernels: Iterable[Kernel]) -> list[Kernel]:
+    """The same, each from when the one before it in its stream has ended.
+
+    A kernel of a programmatic dependent launch starts early and waits for its predecessor: behind a
+    connector that waits for the other side it would seem to compute all the while.
+    """
+    ends: dict[int, int] = {}
+    found = []
+    for kernel in sorted(kernels, key=lambda each: each.start):
+        start = max(kernel.start, ends.get(kernel.stream, kernel.start))
+        end = max(kernel.end, start)
+        ends[kernel.stream] = end
+        found.append(kernel._replace(start=start, duration=end - start))
+    return sorted(found, key=lambda each: each.start)
 
 
 def by_class(kernels: Sequence[Kernel], role: str) -> dict[str, float]:

@@ -20,6 +20,7 @@ class Kernel(NamedTuple):
     start: int
     duration: int
     launch: int
+    stream: int = 0
 
     @property
     def end(self) -> int:
@@ -59,6 +60,7 @@ def read(text: str) -> list[Kernel]:
             base + round(1e3 * float(event["ts"])),
             round(1e3 * float(event["dur"])),
             int(event.get("args", {}).get("correlation", -1)),
+            int(event.get("args", {}).get("stream", 0)),
         )
         for event in trace["traceEvents"]
         if event.get("ph") == "X" and event.get("cat") in _GPU_WORK

@@ -214,6 +214,22 @@ def test_spans_merge_streams():
     assert kernels.spans(given, "attn", (kernels.DENSE,)) == [(0, 20)]
 
 
+def test_a_kernel_that_starts_early_computes_when_it_is_its_turn():
+    """As with programmatic dependent launches: the norm waits for the connector before it."""
+    given = [
+        kernel("afd::combine_kernel", 0, 100),
+        kernel("norm", 5, 104),
+        kernel("gemm", 103, 120),
+        kernel("copy", 50, 60)._replace(stream=7),
+    ]
+    found = {each.name: (each.start, each.end) for each in kernels.in_turn(given)}
+    assert found["norm"] == (100, 104)
+    assert found["gemm"] == (104, 120)
+    assert found["copy"] == (50, 60), "another stream"
+    ffn = [kernel("gemm", 10, 90)]
+    assert kernels.overlap(kernels.in_turn(given[:3]), ffn)["under_attention"] == 0
+
+
 def test_steps_are_the_last_replays():
     few = [kernel("copy", 0, 1, launch=9)]
     replays = [
@@ -232,13 +248,13 @@ def test_a_trace_is_read_in_nanoseconds():
         {
             "baseTimeNanoseconds": 10**18,
             "traceEvents": [
-                {**event, "args": {"correlation": 7}},
+                {**event, "args": {"correlation": 7, "stream": 3}},
                 {**event, "cat": "cpu_op"},
                 {"ph": "M"},
             ],
         }
     )
-    assert profile.read(text) == [Kernel("k", 10**18 + 1500, 2000, 7)]
+    assert profile.read(text) == [Kernel("k", 10**18 + 1500, 2000, 7, 3)]
 
 
 def test_a_step_is_small_json():
