@@ -146,6 +146,9 @@ def _classes(rows: Sequence[Row]) -> list[str]:
     ]
     for row in traced:
         cells = [f"{row[key]:.2f}" for key in ("fmha_ms", "dense_ms", "moe_ms", "comm_ms")]
+        has_ffn = "ffn_busy_ms" in row
+        cells.append(f"{row['ffn_busy_ms']:.2f}" if has_ffn else "")
+        cells.append(f"{row['under_attention']:.2f}" if has_ffn else "")
         lines.append(
             f"| {title(row)} | {row['batch_per_rank']} | {row['context']} | "
             + " | ".join(cells)
