@@ -30,6 +30,7 @@ class Link:
         blocks: int = 4,
         ffn_blocks: int = 4,
         timeout_s: float = TIMEOUT_S,
+        eager_timeout_s: float | None = None,
         devices: tuple[int, ...] = (),
     ) -> None:
         self.shape = shape
@@ -45,6 +46,7 @@ class Link:
                 self.buffers[i],
                 addresses[shape.attn_ranks :],
                 timeout_s=timeout_s,
+                eager_timeout_s=eager_timeout_s,
                 most_blocks=blocks,
             )
             for i in range(shape.attn_ranks)
@@ -56,6 +58,7 @@ class Link:
                 self.buffers[shape.attn_ranks + j],
                 addresses[: shape.attn_ranks],
                 timeout_s=timeout_s,
+                eager_timeout_s=eager_timeout_s,
                 most_blocks=ffn_blocks,
                 by_expert=by_expert,
             )

@@ -425,3 +425,24 @@ def test_a_wait_ends_and_says_for_whom(operation):
     torch.cuda.synchronize()
     assert time.monotonic() - began < 0.2
     assert end.failure == failure
+
+
+def test_a_wait_in_a_graph_ends_sooner_than_outside():
+    """Outside, a peer may still compile what it runs before it dispatches."""
+    link = Link(make_shape(), by_expert=False, timeout_s=0.3, eager_timeout_s=20.0)
+    tokens = reference.draw(link.shape, 4, seed=0)
+    link.ready()
+    with torch.cuda.stream(link.ffn_streams[0]):
+        link.ffn[0].receive(0, 4)
+    time.sleep(1.0)
+    link.attn[0].dispatch(0, *tokens, max_rows=(4,))
+    link.finish()  # late, and no failure
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        link.ffn[0].send(0, tokens.hidden_TH, max_rows=(4,))
+        link.ffn[0].receive(0, 4)
+    began = time.monotonic()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert 0.25 < time.monotonic() - began < 3
+    assert link.ffn[0].failure is not None

@@ -143,6 +143,7 @@ class _End:
         own: torch.Tensor,
         peers: Sequence[int],
         timeout_s: float,
+        eager_timeout_s: float | None,
         most_blocks: int,
     ) -> None:
         self.shape = shape
@@ -150,6 +151,8 @@ class _End:
         self.device = own.device
         self._library = library_for(own.device)
         self._most_blocks = most_blocks
+        eager_timeout_s = timeout_s if eager_timeout_s is None else eager_timeout_s
+        self._timeout_ns = [int(limit * 1e9) for limit in (eager_timeout_s, timeout_s)]
         self._layout = layout(shape, self._library)
         self._own = own
         with torch.inference_mode(False):
@@ -162,7 +165,6 @@ class _End:
                 shape=shape.struct,
                 index=index,
                 microbatch=microbatch,
-                timeout_ns=int(timeout_s * 1e9),
                 own=own.data_ptr() + microbatch * self._layout.bytes,
                 state=self._state[microbatch].data_ptr(),
                 failure=self._failure.data_ptr(),
@@ -184,6 +186,7 @@ class _End:
         return Failure(operation, *(getattr(report, name) for name in Failure._fields[1:]))
 
     def _launch(self, name: str, params: ctypes.Structure) -> None:
+        params.rank.timeout_ns = self._timeout_ns[torch.cuda.is_current_stream_capturing()]
         code = getattr(self._library, name)(
             ctypes.byref(params),
             self._most_blocks,
@@ -200,6 +203,8 @@ class AttnEnd(_End):
         own: this rank's buffer, uint8, `buffer_bytes` of zeros.
         peers: addresses of the buffers of all FFN ranks, as this GPU sees them.
         timeout_s: longest wait of a kernel for a peer.
+        eager_timeout_s: the same of a kernel outside of a graph, whose peer may still compile what
+            it runs before; `timeout_s` if None.
         most_blocks: blocks, and so about SMs, that a kernel may take.
     """
 
@@ -211,10 +216,11 @@ class AttnEnd(_End):
         peers: Sequence[int],
         *,
         timeout_s: float,
+        eager_timeout_s: float | None = None,
         most_blocks: int,
     ) -> None:
         assert len(peers) == shape.ffn_ranks, len(peers)
-        super().__init__(shape, index, own, peers, timeout_s, most_blocks)
+        super().__init__(shape, index, own, peers, timeout_s, eager_timeout_s, most_blocks)
         self._dispatch = [abi.Dispatch(rank=rank) for rank in self._ranks]
         self._combine = [abi.Combine(rank=rank) for rank in self._ranks]
         for params, addresses in zip(self._dispatch, self._peers, strict=True):
@@ -289,11 +295,12 @@ class FFNEnd(_End):
         peers: Sequence[int],
         *,
         timeout_s: float,
+        eager_timeout_s: float | None = None,
         most_blocks: int,
         by_expert: bool,
     ) -> None:
         assert len(peers) == shape.attn_ranks, len(peers)
-        super().__init__(shape, index, own, peers, timeout_s, most_blocks)
+        super().__init__(shape, index, own, peers, timeout_s, eager_timeout_s, most_blocks)
         most_rows = shape.attn_ranks * shape.capacity
         self._rows = [self._inbox(microbatch, most_rows) for microbatch in range(len(self._ranks))]
         self._by_expert: list[_Room] = []

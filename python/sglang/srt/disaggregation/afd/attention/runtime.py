@@ -15,6 +15,7 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -173,7 +174,8 @@ class AttentionRuntime:
             self.settings.connector, self.spec, self.attn_rank, self._rendezvous
         )
         if self.settings.measured:
-            board = StoreBoard(functools.partial(join_store, self._rendezvous))
+            soon = replace(self._rendezvous, timeout_s=self.settings.peer_timeout_s)
+            board = StoreBoard(functools.partial(join_store, soon))
             self.choice = Choice(self.is_leader, DeviceTimer, board)
         if self.device.type == "cuda":
             channel = self._leader or self._member

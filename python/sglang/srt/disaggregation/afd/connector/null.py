@@ -2,7 +2,8 @@
 
 The attention side gets its own hidden states back, so the period of its steps is what attention
 costs without FFN ranks. On the FFN side every arrival is preset, so its steps are what the experts
-cost without a wait. Answers are meaningless; a server refuses this connector (`config.build`).
+cost without a wait. Answers are meaningless; a server refuses this connector unless it is told that
+it is part of a benchmark (`config.build`).
 
 What reaches the experts decides their time: `Arrivals` says which rows, by default a router that
 spreads tokens evenly at random, or what a file recorded (`SGLANG_AFD_NULL_ARRIVALS`).

@@ -10,7 +10,8 @@ weighted sum of a token's experts is taken where it is sent back. With BF16 they
 arrived, and the experts' kernel takes the sum.
 
 A wait that runs out ends its kernel and all that follow on this rank, and leaves its reason in host
-memory: `failure`.
+memory: `failure`. In a graph that is after `LinkSpec.timeout_s`; outside of one, where a peer may
+be compiling a kernel, after the rendezvous's, unless the peer's silence ends the rank before.
 
 Shape letters as in `base`.
 """
@@ -114,6 +115,9 @@ class _Link:
         topology = spec.topology
         self.name = topology.rank_name(world_rank)
         self.device = torch.device("cuda", torch.cuda.current_device())
+        # Outside of graphs a peer may be compiling a kernel, as it may while it loads. If it is lost,
+        # its silence ends this rank sooner.
+        self.eager_timeout_s = max(spec.timeout_s, rendezvous.timeout_s)
         self.num_sms = torch.cuda.get_device_properties(self.device).multi_processor_count
         self.ends = _ends()
         self.shape = self.ends.Shape(
@@ -190,10 +194,10 @@ class _Link:
             return None
         peer = self.spec.topology.rank_name(found.peer)
         return DeadlineExceeded(
-            f"{self.name} waited {self.spec.timeout_s:g} s on its GPU for {peer} at MoE layer "
-            f"{found.layer}, microbatch {found.microbatch}, {found.operation} of epoch "
-            f"{found.epoch}: expected {found.expected} credits, seen {found.seen}. Look at the log "
-            f"of {peer}; if it is only slow, raise --afd-peer-timeout"
+            f"{self.name} gave up waiting on its GPU for {peer} at MoE layer {found.layer}, "
+            f"microbatch {found.microbatch}, {found.operation} of epoch {found.epoch}: expected "
+            f"{found.expected} credits, seen {found.seen}. Look at the log of {peer}; if "
+            "it is only slow, raise --afd-peer-timeout"
         )
 
     def close(self) -> None:
@@ -255,6 +259,7 @@ class NvlinkAttn(_Side, AttnConnector):
             link.buffer,
             link.addresses[spec.topology.attn_ranks :],
             timeout_s=spec.timeout_s,
+            eager_timeout_s=link.eager_timeout_s,
             most_blocks=envs.integer(envs.NVLINK_BLOCKS) or ATTN_BLOCKS_PER_SM * link.num_sms,
         )
         super().__init__(link, end)
@@ -323,6 +328,7 @@ class NvlinkFFN(_Side, FFNConnector[ReceivedBatch | ExpertMajorBatch]):
             link.buffer,
             link.addresses[: topology.attn_ranks],
             timeout_s=spec.timeout_s,
+            eager_timeout_s=link.eager_timeout_s,
             most_blocks=FFN_BLOCKS_PER_SM * link.num_sms,
             by_expert=spec.fp8,
         )
