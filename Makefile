@@ -65,10 +65,10 @@ unit: $(STAMP)
 	$(PY) -m pytest -m 'not gpu and not long and not models' --durations=15 $(ARGS)
 
 test-long: $(STAMP)
-	$(PY) -m pytest -m long --results test/results/long.json $(ARGS)
+	$(PY) -m pytest -m long --results=test/results/long.json $(ARGS)
 
 test-models: $(STAMP)
-	$(PY) -m pytest test/afd/models --results test/results/models.json $(ARGS)
+	$(PY) -m pytest test/afd/models --results=test/results/models.json $(ARGS)
 
 docs: $(STAMP)
 	$(PY) scripts/patch_table.py docs

@@ -293,3 +293,21 @@ def test_planner_commands_run(command):
     )
     assert done.returncode == 0, done.stderr
     assert "verdict:" in done.stdout
+
+
+@pytest.mark.parametrize("target", ["unit", "test-long", "test-models"])
+def test_pytest_takes_the_options_of_a_make_target(target):
+    # Options of a conftest are known only if pytest found its folder before it read them.
+    recipe = subprocess.run(
+        ["make", "-n", "-o", "install", target, f"VENV={sys.prefix}"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    (command,) = [line for line in recipe.stdout.splitlines() if " -m pytest " in line]
+    done = subprocess.run(
+        [*shlex.split(command), "--markers"], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert "known_failures" in done.stdout
