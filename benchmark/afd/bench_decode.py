@@ -278,6 +278,7 @@ class Run:
             found.microbatches,
             found.graph,
             self._args.gate,
+            (found.attn_ranks, found.ffn_ranks),
         )
 
     def _path(self, batch: int, context: int) -> Path:

@@ -2,9 +2,10 @@
 
     python benchmark/afd/gate.py --logs /tmp/gate --out benchmark/afd/results/gate.json
 
-Servers of all cases start side by side on two GPUs: colocated SGLang, and 1 attention and 1 FFN rank
-over each connector, eagerly and in graphs, with 1 and 2 microbatches, in BF16 and block FP8. Each
-scores the same sequences, at prefill and, teacher-forced, at decode steps. A case passes if its log
+Servers of all cases start side by side: colocated SGLang, and 1 attention and 1 FFN rank over each
+connector, eagerly and in graphs, with 1 and 2 microbatches, in BF16 and block FP8; other numbers of
+ranks with `--topologies`. On a host with fewer GPUs than ranks, ranks share them. Each scores the
+same sequences, at prefill and, teacher-forced, at decode steps. A case passes if its log
 probabilities are no further from colocated's, at most and on average, than 1.5 times what colocated
 itself is apart at neighbouring batch sizes, or with other kernels that SGLang offers for the same
 model: FlashInfer's attention instead of Triton's, and the other of Triton and DeepGEMM for experts.
@@ -41,6 +42,8 @@ import psutil
 import requests
 from gate_faults import FAULTS
 from gate_scores import Distance, Scores, Sequence, distance, score, sequences
+
+from sglang.srt.disaggregation.afd import sharing
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
@@ -170,9 +173,16 @@ class Outcome:
 
 
 def all_cases(
-    quants: tuple[str, ...], connectors: tuple[str, ...], graphs: bool = True
+    quants: tuple[str, ...],
+    connectors: tuple[str, ...],
+    graphs: bool = True,
+    topologies: tuple[tuple[int, int], ...] = ((1, 1),),
 ) -> list[Case]:
-    """References first, since every verdict waits for them."""
+    """References first, since every verdict waits for them.
+
+    Args:
+        topologies: attention and FFN ranks.
+    """
     cases = [
         Case(quant=quant, connector=connector)
         for quant in quants
@@ -180,7 +190,15 @@ def all_cases(
     ]
     for quant in quants:
         cases += [
-            Case(quant=quant, connector=connector, graph=graph, microbatches=microbatches)
+            Case(
+                quant=quant,
+                connector=connector,
+                graph=graph,
+                microbatches=microbatches,
+                attn_ranks=attn_ranks,
+                ffn_ranks=ffn_ranks,
+            )
+            for attn_ranks, ffn_ranks in topologies
             for connector in connectors
             for graph in ((False, True) if graphs else (False,))
             for microbatches in (1, 2)
@@ -485,10 +503,7 @@ def _problems(
         batches = -(-setup.num_sequences // setup.width)
         if case.graph and replays < batches * (setup.forced - 2):
             problems.append(f"only {replays} decode steps were graph replays")
-    eager = Case(
-        quant=case.quant, connector=case.connector, graph=False, microbatches=case.microbatches
-    )
-    partner = outcomes.get(eager)
+    partner = outcomes.get(replace(case, graph=False))
     if case.graph and not case.fault and partner is not None and not partner.error:
         apart_eager = distance(ours, partner.by_width[setup.width]).largest
         row["graph_eager_delta_max"] = apart_eager
@@ -512,13 +527,19 @@ def _measured(found: Distance) -> dict[str, Any]:
 
 
 def verdict(
-    connector: str, quant: str, microbatches: int, graph: bool, path: Path | None = None
+    connector: str,
+    quant: str,
+    microbatches: int,
+    graph: bool,
+    path: Path | None = None,
+    topology: tuple[int, int] = (1, 1),
 ) -> str:
     """What a benchmark writes as `gate` of its rows: "pass", "fail", or "none" if this commit was
     not gated for such a server.
 
     Args:
         path: a result of this command; the newest `results/gate*.json` if None.
+        topology: attention and FFN ranks.
     """
     if path is None:
         files = sorted(RESULTS.glob("gate*.json"), key=lambda each: each.stat().st_mtime)
@@ -528,12 +549,12 @@ def verdict(
     result = json.loads(path.read_text())
     if result["commit"] != _commit():
         return "none"
-    key = (connector, quant, microbatches, graph)
+    key = (connector, quant, microbatches, graph, *topology)
+    fields = ("connector", "quant", "microbatches", "graph", "attn_ranks", "ffn_ranks")
     found = {
         row["gate"]
         for row in result["rows"]
-        if "fault" not in row
-        and (row["connector"], row["quant"], row["microbatches"], row["graph"]) == key
+        if "fault" not in row and tuple(row[name] for name in fields) == key
     }
     return "fail" if "fail" in found else "pass" if found else "none"
 
@@ -564,6 +585,7 @@ def report(
         "commit": _commit(),
         "versions": _versions(),
         "gpus": gpus,
+        "ranks_share_gpus": sharing.wanted(),
         "driver": _driver(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "shapes": {quant: asdict(shape) for quant, shape in setup.shapes.items()},
@@ -604,6 +626,14 @@ def _versions() -> dict[str, str]:
     return versions
 
 
+def topology(text: str) -> tuple[int, int]:
+    """Attention and FFN ranks of a text as 2A1F."""
+    found = re.fullmatch(r"(\d+)A(\d+)F", text)
+    if found is None:
+        sys.exit(f"gate: --topologies {text!r} is not like 2A1F")
+    return int(found[1]), int(found[2])
+
+
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -612,6 +642,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--list", action="store_true", help="print the names of cases and end")
     parser.add_argument("--connectors", help="comma list; all that this host has by default")
     parser.add_argument("--quants", default="bf16,fp8")
+    parser.add_argument(
+        "--topologies", default="1A1F", help="comma list of attention and FFN ranks, as 2A1F"
+    )
     parser.add_argument(
         "--runners",
         default="fp8=deep_gemm",
@@ -639,10 +672,12 @@ def main() -> int:
         runners=dict(pair.split("=") for pair in args.runners.split(",") if pair),
     )
     connectors = tuple(args.connectors.split(",")) if args.connectors else usable_connectors("cuda")
-    cases = select(all_cases(quants, connectors), args.only)
+    topologies = tuple(map(topology, args.topologies.split(",")))
+    cases = select(all_cases(quants, connectors, topologies=topologies), args.only)
     if args.list:
         print("\n".join(case.name for case in cases))
         return 0
+    sharing.share_if_fewer(max(map(sum, topologies)))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # through every `finally`
     args.logs.mkdir(parents=True, exist_ok=True)
     for quant in {case.quant for case in cases}:

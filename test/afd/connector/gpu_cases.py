@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import torch
 
+from sglang.srt.disaggregation.afd import sharing
 from sglang.srt.disaggregation.afd.connector import registry
 from sglang.srt.disaggregation.afd.connector.base import (
     AttnConnector,
@@ -477,7 +478,8 @@ def run_rank(
     logging.basicConfig(level=logging.INFO, format=f"rank {world_rank}: %(message)s")
     code = 1
     try:
-        torch.cuda.set_device(world_rank)
+        sharing.enter()
+        torch.cuda.set_device(sharing.device_of(world_rank))
         for spec, meeting_point in zip(specs, rendezvous, strict=True):
             num_attn = spec.topology.attn_ranks
             connector: AttnConnector | FFNConnector

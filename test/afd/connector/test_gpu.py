@@ -1,4 +1,4 @@
-"""The GPU connectors, one process and one GPU per rank.
+"""The GPU connectors, one process per rank. Ranks share GPUs where there are fewer.
 
 python -m pytest test/afd/connector/test_gpu.py -m gpu -q -x -s
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib.util
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 
@@ -16,12 +15,17 @@ import torch
 import torch.multiprocessing
 from connector import gpu_cases, harness
 
+from sglang.srt.disaggregation.afd import sharing
 from sglang.srt.disaggregation.afd.connector.base import LinkSpec
 from sglang.srt.disaggregation.afd.errors import PeerLost
 
 TIMEOUT_S = 240
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(TIMEOUT_S + 60)]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(TIMEOUT_S + 60),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
 
 
 def _play_everywhere(name: str, *specs: LinkSpec) -> None:
@@ -29,6 +33,7 @@ def _play_everywhere(name: str, *specs: LinkSpec) -> None:
 
     A kernel that waits for a lost peer holds its GPU until its process is killed.
     """
+    sharing.share_if_fewer(specs[0].topology.world_size)
     context = torch.multiprocessing.get_context("spawn")
     first = harness.new_rendezvous(timeout_s=90)
     rendezvous = [replace(first, namespace=f"{name}-{i}") for i in range(len(specs))]
@@ -80,32 +85,19 @@ def _collect(name: str, spec: LinkSpec, pipes: list[Connection]) -> None:
                 print(f"{name} {size} {who}: {message}", flush=True)
 
 
-@pytest.fixture
-def gpus() -> Callable[[int], None]:
-    """`gpus(n)` skips the test on a machine with fewer."""
-
-    def need(count: int) -> None:
-        if torch.cuda.device_count() < count:
-            pytest.skip(f"needs {count} GPUs")
-
-    return need
-
-
 SIZES = [(1, 1), (2, 1), (1, 2), (2, 2), (3, 1)]
 
 
 @pytest.mark.pain(35, 40)
 @pytest.mark.parametrize(("num_attn", "num_ffn"), SIZES, ids=[f"{m}A{n}F" for m, n in SIZES])
-def test_nccl(gpus, num_attn, num_ffn):
-    gpus(num_attn + num_ffn)
+def test_nccl(num_attn, num_ffn):
     _play_everywhere("nccl", gpu_cases.make_spec(num_attn, num_ffn))
 
 
 @pytest.mark.pain(35, 40)
 @pytest.mark.parametrize(("num_attn", "num_ffn"), SIZES, ids=[f"{m}A{n}F" for m, n in SIZES])
-def test_deepep(gpus, num_attn, num_ffn):
+def test_deepep(num_attn, num_ffn):
     """BF16 and then FP8 in the same processes, so it also builds a link twice."""
-    gpus(num_attn + num_ffn)
     if importlib.util.find_spec("deep_ep") is None:
         pytest.skip("needs deep_ep")
     _play_everywhere(
@@ -117,9 +109,8 @@ def test_deepep(gpus, num_attn, num_ffn):
 
 @pytest.mark.pain(35, 40)
 @pytest.mark.parametrize(("num_attn", "num_ffn"), SIZES, ids=[f"{m}A{n}F" for m, n in SIZES])
-def test_nvlink(gpus, num_attn, num_ffn):
+def test_nvlink(num_attn, num_ffn):
     """BF16 and then FP8 in the same processes, so it also builds a link twice."""
-    gpus(num_attn + num_ffn)
     _play_everywhere(
         "nvlink",
         gpu_cases.make_spec(num_attn, num_ffn),

@@ -1,7 +1,9 @@
-"""Servers on two GPUs of one host, as the gate of benchmark/afd starts them."""
+"""Servers on the GPUs of one host, as the gate of benchmark/afd starts them. Ranks share GPUs where
+there are fewer."""
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import time
@@ -18,12 +20,15 @@ import gate  # noqa: E402
 import gate_models  # noqa: E402
 from gate import Case, Fleet, Running  # noqa: E402
 
+from sglang.srt.disaggregation.afd import sharing  # noqa: E402
+
 QUANT = "bf16"
 
 
 @pytest.fixture(scope="session")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     """Of the gate's BF16 model; what a test leaves running ends with the session."""
+    sharing.share_if_fewer(2)
     work = Path("/tmp/afd-gate")  # as the command's default, which may have made it already
     shape = gate_models.Shape(quant=QUANT)
     gate_models.write(shape, work / shape.name, "cuda")
@@ -41,6 +46,18 @@ def case(connector: str, graph: bool = True, microbatches: int = 1, **changes: i
 def connectors() -> list[str]:
     """Those that this host can serve with, by name."""
     return list(gate.usable_connectors("cuda")) if torch.cuda.is_available() else ["nccl"]
+
+
+def gate_rows(folder: Path, limit_s: float, *flags: str) -> dict[str, dict]:
+    """Rows of a run of the gate's command, by name."""
+    command = [
+        *(sys.executable, str(BENCHMARKS / "gate.py"), *flags),
+        *("--logs", str(folder), "--out", str(folder / "gate.json")),
+        *("--deadline", str(limit_s - 40)),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=False)
+    print(done.stdout[-6000:], done.stderr[-3000:])
+    return {row["name"]: row for row in json.loads((folder / "gate.json").read_text())["rows"]}
 
 
 def used_mib(gpu: int) -> float:

@@ -1,4 +1,4 @@
-"""Upstream's benchmarks in AFD mode on two GPUs, and more ranks where there are more GPUs."""
+"""Upstream's benchmarks in AFD mode on GPUs."""
 
 from __future__ import annotations
 
@@ -12,12 +12,10 @@ from gpu.conftest import BENCHMARKS, case, connectors
 
 sys.path.append(str(BENCHMARKS))
 
-import gate_scores
-
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.timeout(500),
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
 ]
 
 TIMEOUT_S = 300
@@ -56,17 +54,3 @@ def test_bench_serving(fleet):
             *("--random-input-len", 24, "--random-output-len", 16, "--random-range-ratio", 1.0),
         )
     assert re.search(r"Successful requests:\s+16\b", output), output[-3000:]
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 3, reason="needs three GPUs")
-@pytest.mark.parametrize(("attn", "ffn"), [(2, 1), (1, 2)])
-@pytest.mark.parametrize("connector", connectors())
-def test_more_ranks(fleet, connector, attn, ffn):
-    """Upstream's attention ranks join an NCCL group, which takes a GPU once, so each has its own."""
-    asked = fleet.setup.asked("bf16")
-    with fleet.serving(case(connector)) as server:
-        reference, other = (gate_scores.score(server.url, asked, width) for width in (8, 4))
-    bound = 2 * gate_scores.distance(reference, other).largest
-    with fleet.serving(case(connector, attn_ranks=attn, ffn_ranks=ffn)) as server:
-        found = gate_scores.score(server.url, asked, 8)
-    assert gate_scores.distance(found, reference).largest <= bound

@@ -28,7 +28,7 @@ SECONDS = float(os.environ.get("AFD_TRAFFIC_S", "60"))
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.timeout(400 + SECONDS),
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
 ]
 
 CLIENTS = 14

@@ -349,6 +349,15 @@ ROWS: tuple[Row, ...] = (
     ),
     Row(
         "afd",
+        "sglang.srt.managers.scheduler:Scheduler.__init__",
+        "around",
+        "sharing:init_scheduler",
+        "Tests put several ranks on one GPU.",
+        "gpu/test_topologies_gpu",
+        "991355af71d8861b",
+    ),
+    Row(
+        "afd",
         "sglang.srt.managers.scheduler:Scheduler.run_event_loop",
         "around",
         "attention.runtime:run_event_loop",

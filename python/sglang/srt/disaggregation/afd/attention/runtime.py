@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sglang.srt.disaggregation.afd import config as afd_config
-from sglang.srt.disaggregation.afd import envs, facts, files, wire
+from sglang.srt.disaggregation.afd import envs, facts, files, sharing, wire
 from sglang.srt.disaggregation.afd.attention.choice import Choice, DeviceTimer, StoreBoard
 from sglang.srt.disaggregation.afd.attention.watch import StepWatch
 from sglang.srt.disaggregation.afd.connector import registry
@@ -67,6 +67,7 @@ class AttentionRuntime:
     spec: LinkSpec
 
     def __init__(self, server_args: Any, model_config: Any, attn_rank: int) -> None:
+        sharing.enter()
         self.settings = afd_config.build(server_args)
         self.capacity = self.settings.capacity
         self.attn_rank = attn_rank

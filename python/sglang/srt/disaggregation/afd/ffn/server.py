@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import torch
 
 from sglang.srt.disaggregation.afd import config as afd_config
-from sglang.srt.disaggregation.afd import envs, facts, files, wire
+from sglang.srt.disaggregation.afd import envs, facts, files, sharing, wire
 from sglang.srt.disaggregation.afd.connector import registry
 from sglang.srt.disaggregation.afd.connector.base import LinkSpec
 from sglang.srt.disaggregation.afd.connector.rendezvous import Rendezvous
@@ -53,6 +53,8 @@ def main(server_args: Any, ffn_rank: int, gpu_id: int, launcher_pid: int) -> Non
     if args.device == "cpu":
         torch.set_num_threads(max(1, len(envs.usable_cores()) // args.afd_ffn_ranks))
     else:
+        sharing.enter()
+        gpu_id = sharing.device_of(gpu_id)
         torch.cuda.set_device(gpu_id)
     # Upstream sets it for attention ranks; what this rank counts is served by this rank.
     envs.drop(envs.PROMETHEUS_FOLDER)
