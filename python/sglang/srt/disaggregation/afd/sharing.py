@@ -1,8 +1,9 @@
 """Several ranks on one GPU, so that every topology runs on a host with few: SGLANG_AFD_SHARE_GPUS=1.
 
-For tests, not for service. Ranks take the GPUs in turn and share their memory and their time; where
-CUDA's Multi-Process Service runs, kernels of all ranks run at once, else the GPU goes from one rank
-to another every few milliseconds.
+For tests, not for service. Ranks take the GPUs in turn and share their memory and their time: a GPU
+goes from one rank to another every few milliseconds. CUDA's Multi-Process Service would run them at
+once, but in one context, where the first load of a kernel by one rank waits for the kernels of all,
+and so for ever where one of them waits for that rank.
 """
 
 from __future__ import annotations
