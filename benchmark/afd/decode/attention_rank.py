@@ -11,6 +11,7 @@ import traceback
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -64,7 +65,7 @@ class AttentionRank:
         from sglang.srt.layers.quantization.fp4_utils import initialize_fp4_gemm_config
         from sglang.srt.layers.quantization.fp8_utils import initialize_fp8_gemm_config
         from sglang.srt.model_loader import loader
-        from sglang.srt.server_args import PortArgs, prepare_server_args
+        from sglang.srt.server_args import prepare_server_args
         from sglang.srt.utils import configure_logger, kill_itself_when_parent_died
 
         kill_itself_when_parent_died()
@@ -83,8 +84,10 @@ class AttentionRank:
         initialize_fp8_gemm_config(args)
         initialize_fp4_gemm_config(args)
         began = time.monotonic()
+        # Of upstream's PortArgs this is all that is read, and those wait until no rank has the port.
+        ports = SimpleNamespace(nccl_port=args.nccl_port)
         with arena.pools_use(memory):
-            bench, _ = one_batch.load_model(args, PortArgs.init_new(args), job.gpu, job.rank)
+            bench, _ = one_batch.load_model(args, ports, job.gpu, job.rank)
         self._load_s = time.monotonic() - began
         self._rank = job.rank
         self._runner = bench.torch_runner

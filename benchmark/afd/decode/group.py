@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import random
 import socket
 import time
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
 
 import torch.multiprocessing  # noqa: F401 - lets GPU memory travel through Process arguments
@@ -19,6 +21,7 @@ from decode.attention_rank import Job
 from decode.configurations import Configuration, Settings, command_line
 
 _STOP_S = 10.0
+_DRAWS = random.SystemRandom()
 
 
 class GroupFailed(RuntimeError):
@@ -148,6 +151,9 @@ class Group:
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """One that nobody has, below those that the kernel gives away before a rank listens here."""
+    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    while True:
+        port = _DRAWS.randrange(first // 2, first)
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
