@@ -1,4 +1,4 @@
-"""Write docs/benchmarks.md from benchmark/afd/results/*.json. Run by `make docs`."""
+"""Write docs/benchmarks.md from benchmark/afd/results/. Run by `make docs`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ sys.path.insert(0, str(ROOT / "benchmark" / "afd"))
 import report  # noqa: E402
 
 RESULTS = ROOT / "benchmark" / "afd" / "results"
+GATES = RESULTS / "gate"
 OUT = ROOT / "docs" / "benchmarks.md"
 _THREADS = ("main_thread", "other_threads")
 
@@ -39,7 +40,53 @@ def text() -> str:
         tables = {"link": _link, "idle": _idle}.get(result.get("bench"))
         if tables is not None:
             lines += ["", *tables(name, result)]
+    gates = [(path.name, json.loads(path.read_text())) for path in sorted(GATES.glob("*.json"))]
+    for name, result in gates:
+        if any("bound_mean" in row for row in result["rows"]):
+            lines += ["", *_gate(name, result)]
     return "\n".join([*lines, ""])
+
+
+def _gate(name: str, result: dict[str, Any]) -> list[str]:
+    """A file of `gate.py`: what each server was off, in the bounds of its quantisation."""
+    rows = [row for row in result["rows"] if row["gate"] == "pass"]
+    plain = [row for row in rows if "fault" not in row]
+    faults = sorted({row["fault"] for row in rows if "fault" in row})
+    shared = ", which the ranks share" if result["ranks_share_gpus"] else ""
+    bounds = {row["quant"]: (row["bound"], row["bound_mean"]) for row in plain}
+    lines = [
+        f"## Correctness gate: {len(result['gpus'])} x {result['gpus'][0]}{shared}",
+        "",
+        f"|d log probability| against colocated SGLang over {plain[0]['positions']} positions, prefill "
+        f"and teacher-forced decode, batch {plain[0]['batch_per_rank']}, {plain[0]['layers']} layers of "
+        "the Qwen3-MoE shape with random weights. Bounds, 1.5 times what colocated itself is apart with "
+        "other kernels of SGLang: "
+        + "; ".join(
+            f"{quant} at most {largest:.3g}, in the mean {mean:.3g}"
+            for quant, (largest, mean) in bounds.items()
+        )
+        + f". File: `gate/{name}`, commit `{result['commit'][:10]}`.",
+        "",
+        "| weights | ranks | connector | microbatches | decode | largest | mean | graph against eager |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in sorted(plain, key=lambda row: row["name"]):
+        apart = row.get("graph_eager_delta_max")
+        cells = [
+            row["quant"],
+            f"{row['attn_ranks']}A{row['ffn_ranks']}F",
+            row["connector"],
+            row["microbatches"],
+            "graph" if row["graph"] else "eager",
+            f"{row['delta_max']:.3g}",
+            f"{row['delta_mean']:.3g}",
+            "" if apart is None else "same bits" if apart == 0 else f"{apart:.3g}",
+        ]
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    if faults:
+        told = ", ".join(fault.replace("_", " ") for fault in faults)
+        lines += ["", f"Servers with a fault, all of which the gate noticed: {told}."]
+    return lines
 
 
 def _link(name: str, result: dict[str, Any]) -> list[str]:

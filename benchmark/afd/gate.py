@@ -1,6 +1,6 @@
 """The correctness gate on GPUs: AFD must score what colocated SGLang scores. Run before every timing.
 
-    python benchmark/afd/gate.py --logs /tmp/gate --out benchmark/afd/results/gate.json
+    python benchmark/afd/gate.py --logs /tmp/gate --out benchmark/afd/results/gate/2xh200.json
 
 Servers of all cases start side by side: colocated SGLang, and 1 attention and 1 FFN rank over each
 connector, eagerly and in graphs, with 1 and 2 microbatches, in BF16 and block FP8; other numbers of
@@ -46,7 +46,7 @@ from gate_scores import Distance, Scores, Sequence, distance, score, sequences
 from sglang.srt.disaggregation.afd import sharing
 
 HERE = Path(__file__).resolve().parent
-RESULTS = HERE / "results"
+RESULTS = HERE / "results" / "gate"
 FACTOR = 1.5
 WIDTHS = (4, 8, 16)  # of colocated; AFD runs at the middle one
 COLOCATED = "colocated"
@@ -314,17 +314,22 @@ class Fleet:
                 )
                 self._servers.add(process)
         try:
-            self._wait_ready(process, log)
-            yield Running(f"http://127.0.0.1:{port}", log, process)
+            server = Running(f"http://127.0.0.1:{port}", log, process)
+            self._wait_ready(server)
+            yield server
         finally:
             self._kill(process)
 
-    def _wait_ready(self, process: subprocess.Popen[bytes], log: Path) -> None:
+    def _wait_ready(self, server: Running) -> None:
         deadline = time.monotonic() + self.setup.start_timeout_s
-        while _FIRED_UP not in (text := log.read_text(errors="replace")):
-            if process.poll() is not None:
+        while True:
+            text = server.log.read_text(errors="replace")
+            # Without a warm-up it says so a moment before it listens.
+            if _FIRED_UP in text and _is_listening(server.url):
+                return
+            if server.process.poll() is not None:
                 raise RuntimeError(
-                    f"the server ended with code {process.returncode}: {_last(text)}"
+                    f"the server ended with code {server.process.returncode}: {_last(text)}"
                 )
             if time.monotonic() > deadline:
                 raise TimeoutError(f"not ready in {self.setup.start_timeout_s:g} s: {_last(text)}")
@@ -354,6 +359,12 @@ class Fleet:
             left = list(self._servers)
         for process in left:
             self._kill(process)
+
+
+def _is_listening(url: str) -> bool:
+    with contextlib.suppress(requests.ConnectionError):
+        return requests.get(f"{url}/model_info", timeout=30).ok
+    return False
 
 
 def _last(text: str) -> str:
@@ -538,11 +549,11 @@ def verdict(
     not gated for such a server.
 
     Args:
-        path: a result of this command; the newest `results/gate*.json` if None.
+        path: a result of this command; the newest `results/gate/*.json` if None.
         topology: attention and FFN ranks.
     """
     if path is None:
-        files = sorted(RESULTS.glob("gate*.json"), key=lambda each: each.stat().st_mtime)
+        files = sorted(RESULTS.glob("*.json"), key=lambda each: each.stat().st_mtime)
         if not files:
             return "none"
         path = files[-1]

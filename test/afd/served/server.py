@@ -143,7 +143,8 @@ class Server:
 
     def kill(self) -> None:
         for process in self.descendants():
-            process.kill()
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait(10)
