@@ -93,6 +93,7 @@ lint-docker: .venv-lint/requirements.txt
 	.venv-lint/bin/check-jsonschema --builtin-schema vendor.compose-spec docker/compose.*.yaml
 	for version in 1.28 1.37; do .venv-lint/bin/kubernetes-validate --strict --quiet \
 		-k $$version docker/kubernetes/*.yaml || exit 1; done
+	.venv-lint/bin/python scripts/check_dashboard.py
 
 clean:
 	rm -rf site python/build python/dist python/*.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
