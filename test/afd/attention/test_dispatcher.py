@@ -8,6 +8,8 @@ import types
 import pytest
 import torch
 
+from sglang.srt.batch_overlap import operations
+from sglang.srt.disaggregation.afd.attention import overlap
 from sglang.srt.disaggregation.afd.attention import runtime as runtime_module
 from sglang.srt.disaggregation.afd.attention.dispatcher import RemoteDispatcher
 from sglang.srt.disaggregation.afd.connector.base import LinkSpec
@@ -16,7 +18,7 @@ from sglang.srt.disaggregation.afd.errors import AFDConfigError, PlanMismatch
 from sglang.srt.disaggregation.afd.ffn.loop import FFNLoop
 from sglang.srt.disaggregation.afd.ffn.pace import Pace
 from sglang.srt.disaggregation.afd.messages import Stop
-from sglang.srt.disaggregation.afd.plan import make_plan
+from sglang.srt.disaggregation.afd.plan import make_plan, transfers
 from sglang.srt.disaggregation.afd.topology import Topology
 
 HIDDEN, TOPK, EXPERTS, CAPACITY, LAYERS = 16, 2, 4, 8, 2
@@ -196,3 +198,73 @@ def test_weights_on_inputs_of_several_experts_are_refused(rig):
     config = types.SimpleNamespace(layer_id=3, apply_router_weight_on_input=True, top_k=2)
     with pytest.raises(AFDConfigError, match="MoE layer 3 weighs its input once for each of its 2"):
         RemoteDispatcher(config)
+
+
+class OneLayer(torch.nn.Module):
+    """A decoder layer that is its experts."""
+
+    def __init__(self, dispatcher):
+        super().__init__()
+        self.dispatcher = dispatcher
+
+    def forward(self, hidden_states, routed, batch):
+        own = types.SimpleNamespace(**{n: v[batch.rows] for n, v in vars(routed).items()})
+        return self.dispatcher.combine(self.dispatcher.dispatch(hidden_states, own))
+
+
+def _refuse_what_would_hang(monkeypatch):
+    """An FFN rank takes a step's transfers in their order, so none is answered before all that come
+    before it are sent. This link has room for everything; others wait until a transfer is taken."""
+    sent = set()
+    dispatch, combine = LoopbackAttn.dispatch, LoopbackAttn.combine
+
+    def noted(self, transfer, *args, **kwargs):
+        sent.add(transfer[1:])
+        return dispatch(self, transfer, *args, **kwargs)
+
+    def checked(self, handle):
+        for each in transfers(runtime_module.current().plan, LAYERS):
+            assert each in sent, f"{handle.transfer} waits, and {each} is not sent"
+            if each == handle.transfer[1:]:
+                break
+        return combine(self, handle)
+
+    monkeypatch.setattr(LoopbackAttn, "dispatch", noted)
+    monkeypatch.setattr(LoopbackAttn, "combine", checked)
+
+
+@pytest.mark.pain(1, 7)
+@pytest.mark.parametrize(
+    "halves", [(20, 0), (0, 20), (3, 17), (17, 3), (1, 0), (0, 0)], ids=lambda h: f"{h[0]}+{h[1]}"
+)
+def test_halves_overlap_whatever_rounds_and_rows_they_have(rig, monkeypatch, halves):
+    """A half without rows still has rounds, and none may wait for an answer that comes after what
+    the other half has yet to send."""
+    first, second = halves
+    tokens = first + second
+    _refuse_what_would_hang(monkeypatch)
+    dispatchers, finish = rig(max(tokens, 1), microbatches=2)
+    hidden, routed = torch.randn(tokens, HIDDEN), topk(tokens)
+    children = [
+        types.SimpleNamespace(
+            tbo_parent_token_range=(start, end), tbo_padded_len=end - start, rows=slice(start, end)
+        )
+        for start, end in ((0, first), (first, tokens))
+    ]
+    batch = types.SimpleNamespace(
+        tbo_children=children, can_run_tbo=True, input_ids=torch.zeros(tokens), rows=slice(None)
+    )
+    monkeypatch.setattr(operations, "_resolve_tbo_child_contexts", lambda: (None, None))
+    monkeypatch.setattr(overlap.Step, "_in_context", lambda self, half, call, *args: call(*args))
+    monkeypatch.setattr(overlap, "_step", None)
+    modules = [OneLayer(dispatcher) for dispatcher in dispatchers]
+    for index, module in enumerate(modules):
+        overlap.Layer(module, index, is_last=index == LAYERS - 1)
+    out, want = hidden, hidden
+    for layer, module in enumerate(modules):
+        out = module.forward(out, routed, batch)
+        want = expected(want, routed, layer)
+    torch.testing.assert_close(out, want)
+    (counted, sent) = finish()
+    assert counted == [(1, tokens)]
+    assert sum(sent) == tokens

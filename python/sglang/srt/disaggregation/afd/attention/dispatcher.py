@@ -114,6 +114,8 @@ class RemoteDispatcher(BaseDispatcher):
             ),
             microbatch,
         )
+        # The other microbatch may still have rounds to send, which come before this answer.
+        overlap.give_way()
         self.combine_b(microbatch)
 
     def dispatch_b(self, tbo_subbatch_index: int | None = None) -> InFlight:
