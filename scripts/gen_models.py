@@ -2,7 +2,7 @@
 
 The architectures and their expert blocks are read from upstream's model files, which are parsed and
 not imported; what was shown is read from test/results/models.json, which `make test-models` writes,
-and from test/results/models_gpu.json, from test/afd/models/test_gpu.py on a host with two GPUs.
+and from test/results/models_gpu.json, from test/afd/models/test_gpu.py on a host with GPUs.
 """
 
 from __future__ import annotations
@@ -273,7 +273,7 @@ def page(found: dict[str, list[tuple[Name, bool]]], shown: dict[str, Shown]) -> 
     for name, blocks in found.items():
         by_block[", ".join(f"`{block}`" for block, _ in blocks)].append(name)
     equal_blocks = _equal_blocks(shown, found)
-    date, commit, seconds = _run_facts()
+    dates, commits, seconds = _run_facts()
     lines = [
         "# Models",
         "",
@@ -299,7 +299,7 @@ def page(found: dict[str, list[tuple[Name, bool]]], shown: dict[str, Shown]) -> 
         "models without such a form. *Graphs*: decode steps were CUDA graphs on both roles and gave the",
         "same tokens.",
         "",
-        f"Last whole run: {date}, commit {commit}, {seconds // 60} min {seconds % 60} s on two cores "
+        f"Run on {dates}, commit {commits}; all of it takes {seconds // 60} min on two cores "
         "(`make test-models`).",
         *_gpu_facts(),
         "",
@@ -350,17 +350,19 @@ def _equal_blocks(shown: dict[str, Shown], found: dict[str, list[tuple[Name, boo
 def _run_facts() -> tuple[str, str, int]:
     if not RESULTS.is_file():
         return "never", "none", 0
-    run = json.loads(RESULTS.read_text())
-    return run["date"], run["commit"], round(sum(t["seconds"] for t in run["tests"].values()))
+    tests = json.loads(RESULTS.read_text())["tests"].values()
+    dates, commits = (", ".join(sorted({t[key] for t in tests})) for key in ("date", "commit"))
+    return dates, commits, round(sum(t["seconds"] for t in tests))
 
 
 def _gpu_facts() -> list[str]:
     if not GPU_RESULTS.is_file():
         return []
-    run = json.loads(GPU_RESULTS.read_text())
-    devices = sorted({test["device"] for test in run["tests"].values() if "device" in test})
+    tests = json.loads(GPU_RESULTS.read_text())["tests"].values()
+    dates = sorted({test["date"] for test in tests})
+    devices = sorted({test["device"] for test in tests if "device" in test})
     return [
-        f"Run on GPUs: {run['date']}, two {', '.join(devices)} (`test/afd/models/test_gpu.py`)."
+        f"Run on GPUs: {', '.join(dates)}, {', '.join(devices)} (`test/afd/models/test_gpu.py`)."
     ]
 
 

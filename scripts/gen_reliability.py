@@ -32,7 +32,8 @@ def text() -> str:
     tests: Tests = result["tests"]
     counted = Counter(test["outcome"] for test in tests.values())
     said = ", ".join(f"{counted[name]} {name}" for name in _OUTCOMES if counted[name])
-    lines += ["", f"Run of {result['date']}, commit `{result['commit']}`: {said}."]
+    dates, commits = (sorted({t[key] for t in tests.values()}) for key in ("date", "commit"))
+    lines += ["", f"Run on {', '.join(dates)}, commit {', '.join(commits)}: {said}."]
     lines += _soak(tests)
     lines += _losses(tests)
     lines += _table(tests)
