@@ -37,7 +37,7 @@ def text() -> str:
     for name, result in decode:
         lines += ["", *report.tables(name, result)]
     for name, result in results:
-        tables = {"link": _link, "idle": _idle}.get(result.get("bench"))
+        tables = {"link": _link, "layer": _layer, "idle": _idle}.get(result.get("bench"))
         if tables is not None:
             lines += ["", *tables(name, result)]
     gates = [(path.name, json.loads(path.read_text())) for path in sorted(GATES.glob("*.json"))]
@@ -116,6 +116,41 @@ def _link(name: str, result: dict[str, Any]) -> list[str]:
         cells = [found.get((*shape, connector)) for connector in connectors]
         times = [_microseconds(cell) for cell in cells]
         lines.append("| " + " | ".join([*map(str, shape), *times]) + " |")
+    return lines
+
+
+def _layer(name: str, result: dict[str, Any]) -> list[str]:
+    """One table per file of `bench_layer.py`: a row per N, M and batch."""
+    rows = [row for row in result["rows"] if row["gate"] in ("pass", "none")]
+    if not rows:
+        return []
+    first = rows[0]
+    device = result["gpus"][0] if result["gpus"] else "CPU"
+    ungated = any(row["gate"] == "none" for row in rows)
+    lines = [
+        f"## Experts of one layer: {first['model']}, {device}",
+        "",
+        f"FFN rank 0 of N, alone: rows of M attention ranks, `B` each, have arrived, routed evenly at "
+        f"random to {first['topk']} experts each. Median over {first['reps']} rounds of "
+        f"{first['layers']} layers in a CUDA graph. MFU is of the datasheet's rate for these weights. "
+        f"File: `{name}`, commit `{result['commit'][:10]}`.",
+        *(["", "Rows marked * were not compared with FP32."] if ungated else []),
+        "",
+        "| N | M | B | rows per expert | us | weights GB/s | TFLOP/s | MFU |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        cells = [
+            row["ffn_ranks"],
+            row["attn_ranks"],
+            row["batch_per_rank"],
+            f"{row['rows_per_expert']:.1f}",
+            f"{row['us']:.1f}" + ("" if row["gate"] == "pass" else "*"),
+            f"{row['GB_per_s']:.0f}",
+            f"{row['tflops']:.1f}",
+            f"{row['mfu']:.3f}" if "mfu" in row else "",
+        ]
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
     return lines
 
 

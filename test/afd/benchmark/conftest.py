@@ -1,4 +1,5 @@
-"""Lets tests import what stands beside the benchmark programs, as they do themselves."""
+"""Lets tests import what stands beside the benchmark programs, as they do themselves, and the
+generators of pages."""
 
 from __future__ import annotations
 
@@ -6,4 +7,4 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[3]
-sys.path.insert(0, str(ROOT / "benchmark" / "afd"))
+sys.path[:0] = [str(ROOT / "benchmark" / "afd"), str(ROOT / "scripts")]
