@@ -192,6 +192,7 @@ class Shown:
 
     passed: list[dict[str, Any]] = field(default_factory=list)
     failed: list[dict[str, Any]] = field(default_factory=list)
+    broken: list[dict[str, Any]] = field(default_factory=list)  # ended before they compared
     error: str = ""  # upstream's own, where it cannot run the family on a CPU
     gpu_error: str = ""  # and on a GPU
 
@@ -220,7 +221,7 @@ def read_results(path: Path = RESULTS, gpu_path: Path = GPU_RESULTS) -> dict[str
         elif test["outcome"] == "passed":
             entry.passed.append(test)
         elif test["outcome"] != "skipped":
-            entry.failed.append(test)
+            (entry.failed if "positions" in test or not on_gpu else entry.broken).append(test)
     return shown
 
 
@@ -248,6 +249,8 @@ def status_of(name: str, blocks: list[tuple[Name, bool]], shown: dict[str, Shown
         return Status("equal", "")
     if own.failed:
         return Status("differs", "; ".join(sorted({t["topology"] for t in own.failed})))
+    if own.broken:
+        return Status("not compared", "its last test ended before it compared")
     if own.error:
         on_gpu = f"; upstream on a GPU: `{own.gpu_error}`" if own.gpu_error else ""
         return Status("needs GPU", f"upstream on CPU: `{own.error}`{on_gpu}")

@@ -192,6 +192,15 @@ ROWS: tuple[Row, ...] = (
     ),
     Row(
         "afd",
+        "sglang.srt.models.zaya:cca_decode",
+        "around",
+        "models.zaya:cca_decode",
+        "It takes the slot of padding rows for an error, and ranks pad to the longest batch.",
+        "models/test_zaya",
+        "741f66e4e11fed65",
+    ),
+    Row(
+        "afd",
         "sglang.srt.models.laguna:LagunaForCausalLM.load_weights",
         "around",
         "models.loaders:laguna",

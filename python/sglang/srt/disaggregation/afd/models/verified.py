@@ -8,12 +8,14 @@ EQUAL: frozenset[str] = frozenset(
         "BailingMoeV2ForCausalLM",
         "Cohere2MoeForCausalLM",
         "DeepseekV2ForCausalLM",
+        "DeepseekV32ForCausalLM",
         "DeepseekV3ForCausalLM",
         "Ernie4_5_MoeForCausalLM",
         "ExaoneMoEForCausalLM",
         "Gemma4ForCausalLM",
         "Glm4MoeForCausalLM",
         "Glm4MoeLiteForCausalLM",
+        "GlmMoeDsaForCausalLM",
         "GptOssForCausalLM",
         "GraniteMoeForCausalLM",
         "Grok1ForCausalLM",
@@ -28,6 +30,7 @@ EQUAL: frozenset[str] = frozenset(
         "MellumForCausalLM",
         "MiMoV2FlashForCausalLM",
         "MiniMaxM2ForCausalLM",
+        "MiniMaxM3SparseForCausalLM",
         "MixtralForCausalLM",
         "NemotronHForCausalLM",
         "OlmoeForCausalLM",
@@ -38,8 +41,10 @@ EQUAL: frozenset[str] = frozenset(
         "Qwen3_5MoeForCausalLM",
         "SDARMoeForCausalLM",
         "SarvamMLAForCausalLM",
+        "Step3VLForConditionalGeneration",
         "Step3p5ForCausalLM",
         "TransformersMoEForCausalLM",
+        "ZayaForCausalLM",
     )
 )
 # Also with two microbatches.
@@ -64,7 +69,6 @@ EQUAL_WITH_TWO_MICROBATCHES: frozenset[str] = frozenset(
         "Lfm2MoeForCausalLM",
         "Llama4ForConditionalGeneration",
         "LongcatFlashForCausalLM",
-        "MellumForCausalLM",
         "MiMoV2FlashForCausalLM",
         "MiniMaxM2ForCausalLM",
         "MixtralForCausalLM",
@@ -76,8 +80,17 @@ EQUAL_WITH_TWO_MICROBATCHES: frozenset[str] = frozenset(
         "Qwen3NextForCausalLM",
         "Qwen3_5MoeForCausalLM",
         "SarvamMLAForCausalLM",
+        "Step3VLForConditionalGeneration",
         "Step3p5ForCausalLM",
+        "ZayaForCausalLM",
     )
 )
 # Formats of expert weights that were equal to colocated on GPUs.
-FORMATS: frozenset[str] = frozenset(())
+FORMATS: frozenset[str] = frozenset(
+    (
+        "compressed-tensors",
+        "fp8",
+        "mxfp4",
+        "w8a8_int8",
+    )
+)
