@@ -79,8 +79,13 @@ def _commit() -> str:
         return named
     if not shutil.which("git"):
         return ""
-    command = ["git", "describe", "--always", "--dirty"]
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    # Results, and the pages made of them, are what runs leave behind.
+    code = ["--", ".", ":!test/results", ":!docs"]
+    told, changed = (
+        subprocess.run(["git", *command], capture_output=True, text=True, check=False).stdout
+        for command in (["describe", "--always"], ["status", "--porcelain", *code])
+    )
+    return told.strip() + ("-dirty" if changed else "")
 
 
 @pytest.fixture(scope="session")

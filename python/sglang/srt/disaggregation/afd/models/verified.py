@@ -69,6 +69,7 @@ EQUAL_WITH_TWO_MICROBATCHES: frozenset[str] = frozenset(
         "Lfm2MoeForCausalLM",
         "Llama4ForConditionalGeneration",
         "LongcatFlashForCausalLM",
+        "MellumForCausalLM",
         "MiMoV2FlashForCausalLM",
         "MiniMaxM2ForCausalLM",
         "MixtralForCausalLM",
