@@ -8,8 +8,6 @@ from typing import Any
 
 Row = dict[str, Any]
 
-_LAYOUTS = {"1": "colocated, 1 GPU", "tp2": "colocated, TP2", "dp2ep2": "colocated, DP2/EP2"}
-
 
 def tables(name: str, result: dict[str, Any]) -> list[str]:
     """A section per file: steps by configuration and point, then what each configuration costs."""
@@ -45,6 +43,12 @@ def tables(name: str, result: dict[str, Any]) -> list[str]:
     return lines
 
 
+def _layout(layout: str) -> str:
+    if layout == "1":
+        return "colocated, 1 GPU"
+    return "colocated, " + layout.upper().replace("EP", "/EP")
+
+
 def title(row: Row) -> str:
     """A configuration's name in a table."""
     microbatches = f"mb={row['microbatches']}"
@@ -58,7 +62,7 @@ def title(row: Row) -> str:
         return f"T_e, {microbatches}{extra}{runner}"
     if row["connector"] == "colocated":
         a2a = "" if row.get("a2a", "none") == "none" else f" ({row['a2a']})"
-        return _LAYOUTS.get(row["layout"], f"colocated, {row['layout']}") + a2a + extra + runner
+        return _layout(row["layout"]) + a2a + extra + runner
     mark = "*" if row["gate"] == "none" else ""
     ranks = f"{row['attn_ranks']}A{row['ffn_ranks']}F"
     return f"AFD {ranks} {row['connector']}, {microbatches}{extra}{runner}{mark}"

@@ -1,8 +1,8 @@
 """What is measured: a layout of ranks as a short name, and the SGLang command line it stands for.
 
 colocated:1            the whole model on one GPU (`colocated:1@1`: on GPU 1)
-colocated:tp2          tensor parallel
-colocated:dp2ep2       DP attention, expert parallel, no all-to-all backend
+colocated:tp2          tensor parallel, on any number of GPUs
+colocated:dp2ep2       DP attention, expert parallel, no all-to-all backend; likewise dp4ep4, dp8ep8
 colocated:dp2ep2+deepep
 afd:nccl:mb1           one attention and one FFN rank, the connector's name, microbatches
 afd:nccl:mb2:2a1f      other numbers of ranks
@@ -17,11 +17,8 @@ from dataclasses import dataclass
 from typing import Any
 
 _RANKS = re.compile(r"(\d+)a(\d+)f")
-_COLOCATED = {
-    "1": (1, ()),
-    "tp2": (2, ("--tp-size", "2")),
-    "dp2ep2": (2, ("--tp-size", "2", "--dp-size", "2", "--enable-dp-attention", "--ep-size", "2")),
-}
+_TENSOR_PARALLEL = re.compile(r"tp(\d+)")
+_EXPERT_PARALLEL = re.compile(r"dp(\d+)ep\1")
 _RUNNERS = ("triton", "deep_gemm", "cutlass")
 COLOCATED, NULL = "colocated", "null"
 
@@ -33,7 +30,7 @@ class Configuration:
     Attributes:
         name: as typed.
         connector: `colocated`, `null`, or a connector of AFD.
-        layout: of a colocated one: 1, tp2, dp2ep2; else "".
+        layout: of a colocated one: 1, tp2, dp2ep2 and so on; else "".
         attn_ranks: ranks that hold KV cache; all of them in a colocated layout.
         microbatches: per step; with 2 each has half of a rank's batch.
         graph: under CUDA graphs.
@@ -85,9 +82,7 @@ def parse(name: str) -> Configuration:
     runner_flags = ("--moe-runner-backend", runners[0]) if runners else ()
     if kind == COLOCATED and len(parts) == 1:
         layout, _, a2a = parts[0].partition("+")
-        if layout not in _COLOCATED:
-            raise ValueError(f"{name}: layout {layout!r}; choose {', '.join(_COLOCATED)}")
-        ranks, flags = _COLOCATED[layout]
+        ranks, flags = _colocated(name, layout)
         if a2a:
             flags = (*flags, "--moe-a2a-backend", a2a)
         return Configuration(
@@ -129,6 +124,21 @@ def parse(name: str) -> Configuration:
         a2a="none",
         flags=flags,
         **common,
+    )
+
+
+def _colocated(name: str, layout: str) -> tuple[int, tuple[str, ...]]:
+    """GPUs and flags of a colocated layout."""
+    if layout == "1":
+        return 1, ()
+    if found := _TENSOR_PARALLEL.fullmatch(layout):
+        return int(found[1]), ("--tp-size", found[1])
+    if found := _EXPERT_PARALLEL.fullmatch(layout):
+        ranks = found[1]
+        flags = ("--tp-size", ranks, "--dp-size", ranks, "--enable-dp-attention")
+        return int(ranks), (*flags, "--ep-size", ranks)
+    raise ValueError(
+        f"{name}: layout {layout!r}; choose 1, tp2 or dp2ep2, or other numbers of GPUs"
     )
 
 

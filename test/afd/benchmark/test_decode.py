@@ -43,6 +43,8 @@ def settings(device: str = "cuda") -> Settings:
     [
         ("colocated:1@1", "colocated", 1, 0, 1, True),
         ("colocated:dp2ep2+deepep", "colocated", 2, 0, 1, True),
+        ("colocated:dp8ep8", "colocated", 8, 0, 1, True),
+        ("colocated:tp4", "colocated", 4, 0, 1, True),
         ("null:mb2", "null", 1, 0, 2, True),
         ("afd:nccl:mb2:2a1f", "nccl", 2, 1, 2, True),
         ("afd:deepep:mb1:eager:deep_gemm", "deepep", 1, 1, 1, False),
@@ -55,7 +57,9 @@ def test_a_name_says_what_runs(name, connector, attn, ffn, microbatches, graph):
     assert found.gpus == attn + ffn
 
 
-@pytest.mark.parametrize("name", ["colocated:3", "afd", "afd:nccl:mb3", "disaggregated:1"])
+@pytest.mark.parametrize(
+    "name", ["colocated:3", "colocated:dp4ep2", "afd", "afd:nccl:mb3", "disaggregated:1"]
+)
 def test_a_name_that_says_nothing_is_refused(name):
     with pytest.raises(ValueError, match=name):
         parse(name)

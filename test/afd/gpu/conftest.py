@@ -4,6 +4,7 @@ there are fewer."""
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -23,12 +24,14 @@ from gate import Case, Fleet, Running  # noqa: E402
 from sglang.srt.disaggregation.afd import sharing  # noqa: E402
 
 QUANT = "bf16"
+# Of the servers that tests start, unless the test says otherwise.
+RANKS = gate.topology(os.environ.get("AFD_GPU_RANKS", "1A1F"))
 
 
 @pytest.fixture(scope="session")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     """Of the gate's BF16 model; what a test leaves running ends with the session."""
-    sharing.share_if_fewer(2)
+    sharing.share_if_fewer(sum(RANKS))
     work = Path("/tmp/afd-gate")  # as the command's default, which may have made it already
     shape = gate_models.Shape(quant=QUANT)
     gate_models.write(shape, work / shape.name, "cuda")
@@ -39,8 +42,16 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     made.close()
 
 
-def case(connector: str, graph: bool = True, microbatches: int = 1, **changes: int) -> Case:
-    return Case(quant=QUANT, connector=connector, graph=graph, microbatches=microbatches, **changes)
+def case(connector: str, graph: bool = True, microbatches: int = 1) -> Case:
+    attn_ranks, ffn_ranks = RANKS
+    return Case(
+        quant=QUANT,
+        connector=connector,
+        graph=graph,
+        microbatches=microbatches,
+        attn_ranks=attn_ranks,
+        ffn_ranks=ffn_ranks,
+    )
 
 
 def connectors() -> list[str]:
