@@ -35,12 +35,14 @@ from typing import Any
 
 import gate
 import results_file
-from decode import arena, kernels, shapes
-from decode.configurations import COLOCATED, NULL, Settings, parse
+from decode import arena, kernels, resident, shapes
+from decode.configurations import COLOCATED, NULL, Configuration, Settings, parse
 from decode.group import Group, GroupFailed
 from decode.rows import Samples, row
 from decode.steps import shape_of
 from report import title
+
+from sglang.srt.disaggregation.afd.planner import hardware
 
 # What ranks find in their environment unless it is set: no minutes of kernel compilation for shapes
 # that never come, and no complaint that neighbours take memory.
@@ -50,7 +52,8 @@ _ENVIRONMENT = {
     "SGLANG_AFD_BENCHMARK": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
-_RESIDENT_RULE = "kv_tokens: 0.85 of what weights leave of a GPU"
+_RESIDENT_RULE = f"kv_tokens: {resident.SHARE} of what weights leave of a GPU"
+RESIDENT = "resident"
 _TRACED_STEPS = 5
 
 
@@ -68,7 +71,10 @@ def main() -> int:
     os.environ.update({k: v for k, v in _ENVIRONMENT.items() if k not in os.environ})
     run = Run(args)
     for number, wave in enumerate(args.configs.split(";")):
-        run.wave(number, [name for name in wave.split(",") if name])
+        try:
+            run.wave(number, [name for name in wave.split(",") if name])
+        except ValueError as error:
+            sys.exit(f"bench_decode: {error}")
     return 1 if run.failed else 0
 
 
@@ -78,7 +84,11 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--shape", default="Qwen3-30B-A3B-FP8", choices=shapes.names())
     parser.add_argument("--layers", type=int, help="cut the shape to so many layers")
-    parser.add_argument("--batch", default="16,64,128", help="requests per rank")
+    parser.add_argument(
+        "--batch",
+        default="16,64,128",
+        help="requests per rank; resident: what the full model leaves room for, by layout",
+    )
     parser.add_argument("--context", default="1024,4096", help="tokens in each request's KV cache")
     parser.add_argument("--table", choices=("goal", "ablate"), default="goal")
     parser.add_argument("--connector", default="nccl", help="of the table; several with commas")
@@ -122,7 +132,7 @@ def _arguments() -> argparse.Namespace:
             parse(name)
     except ValueError as error:
         parser.error(str(error))
-    args.batches = [int(size) for size in args.batch.split(",")]
+    args.batches = [] if args.batch == RESIDENT else [int(b) for b in args.batch.split(",")]
     args.aheads = [int(steps) for steps in args.ahead.split(",")]
     args.contexts = [int(tokens) for tokens in args.context.split(",")]
     is_cpu = args.device == "cpu"
@@ -145,18 +155,9 @@ class Run:
         # The routing is recorded, and the trace taken, with one admission that is longer.
         window = max(args.warm_up + args.steps, args.warm_up + 1 + _TRACED_STEPS)
         slack = window + 8
-        self._settings = Settings(
-            model=str(model),
-            device=args.device,
-            batches=tuple(args.batches),
-            max_tokens=max(args.batches) * (max(args.contexts) + slack),
-            max_length=max(args.contexts) + slack,
-            attention_backend=args.attention_backend,
-            kv_dtype=args.kv_dtype,
-            peer_timeout_s=args.step_timeout,
-            flags=tuple(args.server_flags.split()),
-        )
+        self._model, self._slack = str(model), slack
         self._memory: dict[int, Any] = {}
+        self._memory_bytes: dict[int, int] = {}
         self.failed = False
 
     def wave(self, number: int, names: list[str]) -> None:
@@ -164,33 +165,75 @@ class Run:
         configurations = [parse(name) for name in names]
         if self._args.device == "cpu":
             configurations = [replace(each, graph=False) for each in configurations]
+        settings = [self._settings(each) for each in configurations]
         if self._args.kv == "shared":
-            self._set_memory_aside({gpu for each in configurations for gpu in each.attn_gpus})
-        groups = [Group(each, self._settings, self._memory) for each in configurations]
+            self._set_memory_aside(configurations, settings)
+        groups = [
+            Group(each, own, self._memory)
+            for each, own in zip(configurations, settings, strict=True)
+        ]
         try:
             for group in list(groups):
                 self._guarded(groups, group, group.wait_ready, self._args.ready_timeout)
             self._say(f"{len(groups)} of {len(names)} configurations are ready")
             for group in groups:
                 self._say(f"  {group.name}: {group.ready_s:.0f} s, {_in_short(group)}")
-            points = list(itertools.product(self._args.contexts, self._args.batches))
-            for context, batch in points:
+            sizes = range(max(1, len(self._args.batches)))
+            for context, index in itertools.product(self._args.contexts, sizes):
                 if self._is_late():
                     return
-                self._point(number, groups, batch, context)
+                self._point(number, groups, index, context)
             if self._args.trace:
                 self._take_traces(groups)
         finally:
             for group in groups:
                 group.stop()
 
-    def _set_memory_aside(self, gpus: set[int]) -> None:
-        args, settings = self._args, self._settings
+    def _batches(self, configuration: Configuration, context: int) -> list[int]:
+        """Requests per rank of each point at this context."""
+        args = self._args
+        if args.batches:
+            return list(args.batches)
+        machine = hardware.by_device_name(_device_name())
+        if machine is None:
+            raise ValueError(f"--batch {RESIDENT}: the planner has no numbers for this device")
+        config = shapes.config(args.shape)
+        return [resident.batch(configuration, args.shape, config, args.kv_dtype, machine, context)]
+
+    def _settings(self, configuration: Configuration) -> Settings:
+        args = self._args
+        sizes = {context: self._batches(configuration, context) for context in args.contexts}
+        longest = max(args.contexts)
+        return Settings(
+            model=self._model,
+            device=args.device,
+            batches=tuple(sorted({batch for each in sizes.values() for batch in each})),
+            max_tokens=max(max(each) * (c + self._slack) for c, each in sizes.items()),
+            max_length=longest + self._slack,
+            attention_backend=args.attention_backend,
+            kv_dtype=args.kv_dtype,
+            peer_timeout_s=args.step_timeout,
+            flags=tuple(args.server_flags.split()),
+        )
+
+    def _set_memory_aside(
+        self, configurations: list[Configuration], settings: list[Settings]
+    ) -> None:
+        """What a wave needs; kept for those that follow, unless they need more."""
+        args = self._args
         per_token = shapes.kv_bytes_per_token(shapes.config(args.shape, args.layers), args.kv_dtype)
-        # Beyond the requests: a page of padding, and the rounding of each buffer.
-        num_bytes = int(per_token * (settings.max_tokens + 256)) + (1 << 26)
-        for gpu in sorted(gpus - self._memory.keys()):
+        tokens: dict[int, int] = {}
+        for each, own in zip(configurations, settings, strict=True):
+            for gpu in each.attn_gpus:
+                tokens[gpu] = max(tokens.get(gpu, 0), own.max_tokens)
+        for gpu, most in sorted(tokens.items()):
+            # Beyond the requests: a page of padding, and the rounding of each buffer.
+            num_bytes = int(per_token * (most + 256)) + (1 << 26)
+            if gpu in self._memory and self._memory_bytes[gpu] >= num_bytes:
+                continue
+            self._memory.pop(gpu, None)
             self._memory[gpu] = arena.make(num_bytes, gpu, args.kv_dtype.startswith("fp8"))
+            self._memory_bytes[gpu] = num_bytes
             self._say(f"{num_bytes / 2**30:.1f} GiB of KV memory on GPU {gpu}")
 
     def _guarded(self, groups: list[Group], group: Group, call: Any, *args: Any) -> Any:
@@ -204,17 +247,21 @@ class Run:
             group.stop()
             return None
 
-    def _point(self, wave: int, groups: list[Group], batch: int, context: int) -> None:
+    def _point(self, wave: int, groups: list[Group], index: int, context: int) -> None:
+        """Measure the `index`th batch of each group at this context."""
         args = self._args
+        sizes = {g.name: self._batches(g.configuration, context)[index] for g in groups}
         samples: dict[tuple[str, str, int], Samples] = {}
         fullest: dict[str, int | None] = {}
         for group in list(groups):
+            batch = sizes[group.name]
             recorded = self._guarded(groups, group, self._record, group, batch, context)
             fullest[group.name] = recorded
         for _ in range(args.reps):
             for group, ahead in itertools.product(list(groups), args.aheads):
                 if group not in groups:
                     continue
+                batch = sizes[group.name]
                 found = self._guarded(groups, group, self._window, group, batch, context, ahead)
                 for part, (step_ms, wall_ms, middle) in (found or {}).items():
                     kept = samples.setdefault((group.name, part, ahead), Samples())
@@ -228,7 +275,7 @@ class Run:
             found_row = row(
                 group.configuration,
                 kept,
-                batch=batch,
+                batch=sizes[name],
                 context=context,
                 part=part,
                 common={
@@ -256,6 +303,7 @@ class Run:
             "attention_backend": facts["attention_backend"],
             "moe_runner_backend": experts["moe_runner_backend"],
             "resident_rule": _RESIDENT_RULE,
+            "resident": not args.batches,
             "gate": self._gate(group),
             "device": args.device,
             "wave": wave,
@@ -329,14 +377,16 @@ class Run:
 
     def _take_traces(self, groups: list[Group]) -> None:
         args = self._args
-        batch, context = args.batches[-1], args.contexts[-1]
-        if args.trace_point:
-            batch, context = map(int, args.trace_point.split("x"))
+        given = tuple(map(int, args.trace_point.split("x"))) if args.trace_point else None
         for group in [each for each in groups if each.configuration.graph]:
+            context = args.contexts[-1]
+            batch = self._batches(group.configuration, context)[-1]
+            if given is not None:
+                batch, context = given
             trace = self._guarded(groups, group, self._trace, group, batch, context)
             if trace is None:
                 continue
-            self._traces[group.name] = trace
+            self._traces[group.name] = {"batch_per_rank": batch, "context": context, **trace}
             for found in self._rows:
                 same = (found["batch_per_rank"], found["context"]) == (batch, context)
                 if same and found["part"] != "ffn" and found["configuration"] == group.name:
@@ -348,8 +398,6 @@ class Run:
             document = {
                 "commit": results_file.commit(),
                 "model": args.shape,
-                "batch_per_rank": batch,
-                "context": context,
                 "unit": "ns",
                 "configurations": self._traces,
             }
@@ -405,6 +453,12 @@ class Run:
     def _write(self) -> None:
         if self._args.out:
             results_file.write(self._args.out, "decode", self._rows)
+
+
+def _device_name() -> str:
+    import torch
+
+    return torch.cuda.get_device_name(0) if torch.cuda.is_available() else "CPU"
 
 
 def _in_short(group: Group) -> str:

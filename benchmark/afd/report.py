@@ -30,7 +30,7 @@ def tables(name: str, result: dict[str, Any]) -> list[str]:
     ]
     if ungated:
         lines += ["", "AFD rows marked * were timed without the correctness gate."]
-    points = sorted({(row["context"], row["batch_per_rank"]) for row in rows})
+    points = sorted({_point(row) for row in rows})
     lines += ["", *_table("", points, rows, _step)]
     lines += ["", "Tokens/s/GPU, from the wall clock:", ""]
     whole = [row for row in rows if row.get("part", "all") == "all"]
@@ -79,8 +79,10 @@ def _titles(rows: Iterable[Row]) -> list[str]:
 def _table(
     corner: str, points: Sequence[tuple[int, int]], rows: Sequence[Row], cell: Any
 ) -> list[str]:
-    found = {(title(row), row["context"], row["batch_per_rank"]): cell(row) for row in rows}
-    heads = [f"B={batch}, {context} tokens" for context, batch in points]
+    found = {(title(row), *_point(row)): cell(row) for row in rows}
+    heads = [
+        f"{f'B={batch}' if batch else 'resident'}, {context} tokens" for context, batch in points
+    ]
     lines = [f"| {corner} | " + " | ".join(heads) + " |", "|---" * (len(points) + 1) + "|"]
     for name in _titles(rows):
         cells = [str(found.get((name, *point), "")) for point in points]
@@ -88,8 +90,14 @@ def _table(
     return lines
 
 
+def _point(row: Row) -> tuple[int, int]:
+    """Context and batch; 0 for the batch if each layout has what its memory holds."""
+    return row["context"], 0 if row.get("resident") else row["batch_per_rank"]
+
+
 def _step(row: Row) -> str:
-    return f"{row['step_ms']:.2f} ({row['iqr']:.2f})"
+    own = f", B={row['batch_per_rank']}" if row.get("resident") else ""
+    return f"{row['step_ms']:.2f} ({row['iqr']:.2f}){own}"
 
 
 def _goal(points: Sequence[tuple[int, int]], rows: Sequence[Row]) -> list[str]:

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import report
 import torch
-from decode import arena, configurations, kernels, profile, routing, shapes, weights
+from decode import arena, configurations, kernels, profile, resident, routing, shapes, weights
 from decode.configurations import Settings, command_line, parse
 from decode.profile import Kernel
 from decode.rows import Samples, row
 from decode.steps import shape_of
 
-from sglang.srt.disaggregation.afd.planner import results
+from sglang.srt.disaggregation.afd.planner import hardware, results
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -381,3 +381,46 @@ def test_a_table_names_configurations():
     assert goal == ["colocated", "colocated", "null", "null", "nccl", "nccl"]
     ablate = bench_decode.table("ablate", ["nccl", "deepep"])
     assert len({configurations.parse(name) for name in ablate}) == 6
+
+
+# --- the resident batch --------------------------------------------------------------------------
+
+
+def resident_of(name: str, context: int = 8192, shape: str = "Qwen3-235B-A22B-FP8") -> int:
+    return resident.batch(
+        parse(name), shape, shapes.config(shape), "auto", hardware.load("h200"), context
+    )
+
+
+def test_each_layout_has_the_batch_that_its_own_memory_holds():
+    afd, narrow, wide = map(
+        resident_of, ("afd:nvlink:mb1:6a2f", "colocated:dp4ep4", "colocated:dp8ep8")
+    )
+    assert afd > wide > narrow > 0
+    assert resident_of("null:mb1") == afd
+    assert 1.9 < resident_of("null:mb1", 4096) / afd < 2.1
+    assert resident_of("afd:nvlink:mb2:6a2f") in (afd, afd - 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "context", "what"),
+    [
+        ("colocated:tp2", 8192, "share one batch"),
+        ("colocated:1", 8192, "220 GiB of weights leave no room on .* for 1 request"),
+        ("null:mb2", 4_000_000, "for 2 request"),
+    ],
+)
+def test_what_has_no_resident_batch_is_refused_by_name(name, context, what):
+    with pytest.raises(ValueError, match=what) as raised:
+        resident_of(name, context)
+    assert name in str(raised.value)
+
+
+def test_a_table_of_resident_batches_has_a_column_per_context():
+    rows = [
+        make_row(name, step_ms) | {"resident": True, "batch_per_rank": size, "context": 8192}
+        for name, step_ms, size in (("afd:nccl:mb1", 9, 60), ("colocated:dp2ep2", 12, 30))
+    ]
+    lines = report._table("", [(8192, 0)], rows, report._step)
+    assert lines[0] == "|  | resident, 8192 tokens |"
+    assert "B=60" in lines[2] and "B=30" in lines[3]

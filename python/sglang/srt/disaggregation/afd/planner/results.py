@@ -22,7 +22,7 @@ _ROW = frozenset(
     "a2a weights moe_runner_backend device ahead wave context_mid ready_s capture_s graph_mib weight_mib "
     "ffn_weight_mib kv_tokens configuration "
     "sleep_on_idle process seconds percent_of_core percent_main_thread percent_other_threads "
-    "ffn_rank steps us_p99 rows_per_expert tflops mfu".split()
+    "resident ffn_rank steps us_p99 rows_per_expert tflops mfu".split()
 )
 COLOCATED, NULL = "colocated", "null"
 # What must agree between two rows for one to say something about the other.
