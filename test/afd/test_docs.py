@@ -13,10 +13,12 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
 import yaml
+from long_results import Results
 
 from sglang.srt.disaggregation.afd.connector import registry
 from sglang.srt.server_args import ServerArgs
@@ -83,17 +85,46 @@ def test_figures_of_a_long_run_are_shown(tmp_path, monkeypatch):
         f"{loss}[leader-SIGSTOP-load]": {"outcome": "failed", "seconds": 9.0},
         "test/afd/served/test_off.py::test_off[a]": {"outcome": "passed", "seconds": 2.0},
         "test/afd/served/test_off.py::test_off[b]": {"outcome": "failed", "seconds": 2.0},
+        "test/afd/served/test_off.py::test_other": {"outcome": "skipped", "seconds": 0.0},
     }
+    runs = [("2026-01-01", "abc"), ("2026-01-02", "abd")]
+    for index, test in enumerate(tests.values()):
+        test["date"], test["commit"] = runs[index == 1]
     path = tmp_path / "long.json"
-    path.write_text(json.dumps({"date": "2026-01-01", "commit": "abc", "tests": tests}))
+    path.write_text(json.dumps({"tests": tests}))
     monkeypatch.setattr(script, "RESULTS", path)
     text = script.text()
-    assert "commit `abc`: 3 passed, 2 failed." in text
+    assert "on 2026-01-01, 2026-01-02, commit abc, abd: 3 passed, 2 failed, 1 skipped." in text
     assert "| `scheduler_DP0` | 900 | 910 | 911 | 0.04 |" in text
     assert "| answered in full | 18000 |" in text
     assert "| ffn | passed |  |" in text
     assert "| leader |  | failed |" in text
     assert "| `served/test_off.py::test_off` | 1 of 2 | 4 |" in text
+    assert "test_other" not in text
+
+
+def test_a_part_of_a_long_run_keeps_what_is_still_a_test(tmp_path):
+    """Each entry says at which commit it ran; a test that is gone has no entry."""
+    path = tmp_path / "results.json"
+    here = "test/afd/test_docs.py"
+    old = {"outcome": "failed", "seconds": 9.0, "date": "2026-01-01", "commit": "abc"}
+    names = (f"{here}::one", f"{here}::two", f"{here}::gone", "test/afd/gone.py::three")
+    elsewhere = "test/afd/test_gate.py::four"  # not collected by this run
+    path.write_text(json.dumps({"tests": dict.fromkeys((*names, elsewhere), old)}))
+    results = Results(path)
+    items = [SimpleNamespace(nodeid=name) for name in names[:2]]
+    results.pytest_collection_modifyitems(SimpleNamespace(rootpath=ROOT), items)
+    for when in ("setup", "call", "teardown"):
+        results.pytest_runtest_logreport(
+            SimpleNamespace(
+                nodeid=names[0], duration=1.0, outcome="passed", user_properties=[], when=when
+            )
+        )
+    kept = json.loads(path.read_text())["tests"]
+    assert set(kept) == {*names[:2], elsewhere}
+    assert kept[names[1]] == kept[elsewhere] == old
+    assert (kept[names[0]]["outcome"], kept[names[0]]["seconds"]) == ("passed", 3.0)
+    assert kept[names[0]]["commit"] != "abc"
 
 
 def test_every_generator_is_compared_with_its_page():

@@ -7,6 +7,7 @@ import socket
 import types
 
 import pytest
+import torch
 
 from sglang.srt.disaggregation.afd import launch
 from sglang.srt.disaggregation.afd.errors import AFDConfigError
@@ -45,6 +46,39 @@ def test_ffn_ranks_are_split_over_nodes():
     assert shares == [range(2), range(2, 4)]
     with pytest.raises(AFDConfigError, match="do not split evenly over --nnodes 3"):
         launch.local_ffn_ranks(_args(afd_role="ffn", nnodes=3, node_rank=0))
+
+
+@pytest.mark.parametrize(
+    ("fields", "count", "what"),
+    [
+        (
+            {},
+            4,
+            "--afd-attn-ranks 1 and --afd-ffn-ranks 4 take GPUs 0 to 4 of this host, which has 4",
+        ),
+        ({"base_gpu_id": 2, "gpu_id_step": 2}, 10, "GPUs 2 to 10 of this host, which has 10"),
+        (
+            {"afd_role": "ffn", "nnodes": 2, "node_rank": 1},
+            1,
+            "^--afd-ffn-ranks 4 take GPUs 0 to 1",
+        ),
+        ({}, 5, ""),
+        ({"afd_role": "attn"}, 0, ""),  # upstream's own business
+        ({"device": "cpu"}, 0, ""),
+        ({"share": "1"}, 1, ""),
+    ],
+)
+def test_more_ranks_than_gpus_are_refused_with_the_way_out(monkeypatch, fields, count, what):
+    gpus = {"device": "cuda", "base_gpu_id": 0, "gpu_id_step": 1, "afd_attn_ranks": 1}
+    monkeypatch.setenv("SGLANG_AFD_SHARE_GPUS", fields.get("share", "0"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    args = _args(**{**gpus, **fields})
+    if not what:
+        launch.check_gpus(args)
+        return
+    with pytest.raises(AFDConfigError, match=what) as raised:
+        launch.check_gpus(args)
+    assert "SGLANG_AFD_SHARE_GPUS=1" in str(raised.value)
 
 
 class EndedProcess:

@@ -26,6 +26,13 @@ DEEP_GEMM_PRECOMPILE = "SGLANG_JIT_DEEPGEMM_PRECOMPILE"
 LOG_PLANS = "SGLANG_AFD_LOG_PLANS"
 BENCHMARK = "SGLANG_AFD_BENCHMARK"
 SHARE_GPUS = "SGLANG_AFD_SHARE_GPUS"
+NCCL_HOST_ID = "NCCL_HOSTID"
+# What else ranks that share a GPU want: NCCL over loopback, memory of a peer on the same device.
+SHARED_GPU = {
+    "NCCL_SOCKET_IFNAME": "lo",
+    "NCCL_IB_DISABLE": "1",
+    "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
+}
 NVLINK_BLOCKS = "SGLANG_AFD_NVLINK_BLOCKS"
 NULL_FORM = "SGLANG_AFD_NULL_FORM"
 NULL_ARRIVALS = "SGLANG_AFD_NULL_ARRIVALS"
@@ -64,6 +71,11 @@ def text(name: str) -> str:
 def set_default(name: str, value: str) -> None:
     """Give an upstream variable a value, for this process and its children, if it has none."""
     os.environ.setdefault(name, value)
+
+
+def put(name: str, value: str) -> None:
+    """Give a variable a value, for this process and its children, whatever it had."""
+    os.environ[name] = value
 
 
 def drop(name: str) -> None:

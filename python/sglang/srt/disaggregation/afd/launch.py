@@ -15,7 +15,9 @@ from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from typing import Any, Literal
 
-from sglang.srt.disaggregation.afd import envs, files, ports, shutdown
+import torch
+
+from sglang.srt.disaggregation.afd import envs, files, ports, sharing, shutdown
 from sglang.srt.disaggregation.afd.errors import AFDConfigError
 from sglang.srt.disaggregation.afd.metrics import exporter
 from sglang.srt.disaggregation.afd.status import routes
@@ -38,6 +40,7 @@ def start_ffn_ranks(server_args: Any, ranks: range) -> list[BaseProcess]:
     """
     from sglang.srt.disaggregation.afd.ffn import server
 
+    check_gpus(server_args)
     context: Any = multiprocessing.get_context(_START_METHOD)
     first = server_args.afd_attn_ranks if server_args.afd_role == "all" else 0
     processes: list[BaseProcess] = []
@@ -65,6 +68,29 @@ def hold_metrics_ports(server_args: Any, ranks: range) -> None:
     for port in (first + rank for rank in ranks) if first else ():
         if port not in _metrics_ports:
             _metrics_ports[port] = ports.hold(server_args.host, port, exporter.FLAG)
+
+
+def check_gpus(server_args: Any) -> None:
+    """That this host has a GPU for each of its ranks, or that they share.
+
+    Raises:
+        AFDConfigError: it has fewer.
+    """
+    role = server_args.afd_role
+    if server_args.device != "cuda" or role == "attn" or sharing.wanted():
+        return
+    ranks = len(local_ffn_ranks(server_args))
+    flags = f"--afd-ffn-ranks {server_args.afd_ffn_ranks}"
+    if role == "all":
+        ranks += server_args.afd_attn_ranks
+        flags = f"--afd-attn-ranks {server_args.afd_attn_ranks} and {flags}"
+    first, step = server_args.base_gpu_id, server_args.gpu_id_step
+    last, count = first + (ranks - 1) * step, torch.cuda.device_count()
+    if last >= count:
+        raise AFDConfigError(
+            f"{flags} take GPUs {first} to {last} of this host, which has {count}; use fewer ranks, "
+            f"or set {envs.SHARE_GPUS}=1 to try them on fewer GPUs"
+        )
 
 
 def local_ffn_ranks(server_args: Any) -> range:
@@ -152,6 +178,7 @@ def launch_server(orig: Any, server_args: Any, *args: Any, **kwargs: Any) -> Any
     if not server_args.afd_enabled:
         return orig(server_args, *args, **kwargs)
     try:
+        check_gpus(server_args)
         if server_args.afd_role != "attn":
             hold_metrics_ports(server_args, local_ffn_ranks(server_args))
         if server_args.afd_role == "ffn":

@@ -44,10 +44,9 @@ def enter() -> None:
     """
     if not wanted():
         return
-    os.environ["NCCL_HOSTID"] = f"{socket.gethostname()}-{os.getpid()}"
-    envs.set_default("NCCL_SOCKET_IFNAME", "lo")
-    envs.set_default("NCCL_IB_DISABLE", "1")
-    envs.set_default("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
+    envs.put(envs.NCCL_HOST_ID, f"{socket.gethostname()}-{os.getpid()}")
+    for name, value in envs.SHARED_GPU.items():
+        envs.set_default(name, value)
     logger.warning("%s: ranks share GPUs; times mean nothing", envs.SHARE_GPUS)
 
 
