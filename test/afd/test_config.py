@@ -88,6 +88,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.long
 @pytest.mark.pain(56)
 def test_child_whose_parent_died_during_import_ends(model, tmp_path):
     script = tmp_path / "orphan.py"

@@ -29,6 +29,7 @@ def test_source_hash_is_that_of_the_pinned_wheel(row):
     assert row.why.endswith(".")
 
 
+@pytest.mark.long
 def test_drift_report(upstream, tmp_path):
     command = [sys.executable, ROOT / "scripts" / "patch_table.py", "drift"]
     same = subprocess.run([*command, upstream], capture_output=True, text=True, check=False)
@@ -74,6 +75,7 @@ print("VERIFIED")
 """
 
 
+@pytest.mark.long
 @pytest.mark.pain(63)
 def test_no_hook_of_the_mode_is_in_force_while_it_is_off():
     done = subprocess.run(

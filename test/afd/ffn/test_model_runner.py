@@ -58,7 +58,9 @@ def model(tmp_path_factory):
 
 
 @pytest.mark.pain(62)
-@pytest.mark.parametrize(("ffn_ranks", "rank"), [(1, 0), (3, 1)])
+@pytest.mark.parametrize(
+    ("ffn_ranks", "rank"), [pytest.param(1, 0, marks=pytest.mark.long), (3, 1)]
+)
 def test_share_of_an_ffn_rank(model, ffn_ranks, rank):
     command = [sys.executable, "-c", SCRIPT, str(model), str(ffn_ranks), str(rank)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)

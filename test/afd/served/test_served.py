@@ -42,7 +42,13 @@ def tensor_sizes(folder: Path) -> dict[str, TensorSize]:
     return sizes
 
 
-@pytest.fixture(params=CASES, scope="session")
+LONG = ("demo-2A1F", "tiny-2A3F")  # as matrix/test_equality without servers; in `make test-long`
+
+
+@pytest.fixture(
+    params=[pytest.param(name, marks=pytest.mark.long if name in LONG else ()) for name in CASES],
+    scope="session",
+)
 def pair(request, record_of):
     """(colocated, afd) records of one case."""
     case = CASES[request.param]
