@@ -88,7 +88,7 @@ def test_one_of_each_is_the_same_to_the_last_bit(score, colocated):
 
 @pytest.mark.long
 @pytest.mark.parametrize("fault", ["experts_swapped", "topk_weights_ignored", "layer_not_loaded"])
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", [*CASES, LONG[0]], ids=str)
 def test_fault_exceeds_the_bound(case, fault, score, expected, colocated):
     ours = score(case, fault)
     with pytest.raises(AssertionError):
