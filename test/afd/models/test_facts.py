@@ -119,6 +119,20 @@ def test_format_that_a_gpu_run_showed_is_served(arguments, monkeypatch):
     families.check(arguments("Qwen3MoeForCausalLM", quantized="awq"), microbatches=1)
 
 
+@pytest.mark.parametrize(("kind", "served"), [("float-quantized", True), ("pack-quantized", False)])
+def test_a_method_of_many_formats_is_served_in_the_one_that_ran(
+    arguments, monkeypatch, kind, served
+):
+    monkeypatch.setattr(verified, "FORMATS", {"compressed-tensors"})
+    config = {"quantization_config": {"quant_method": "compressed-tensors", "format": kind}}
+    args = arguments("Qwen3MoeForCausalLM")
+    if served:
+        formats.check(args, config)
+        return
+    with pytest.raises(AFDConfigError, match="untested"):
+        formats.check(args, config)
+
+
 def test_every_format_of_upstream_is_named():
     """Read from its file, whose import takes long."""
     spec = importlib.util.find_spec("sglang")

@@ -26,7 +26,7 @@ SERVED = {
 # Upstream loads these, and its modules would do so here. `verified.FORMATS` has those that a run on
 # GPUs has shown; the others are refused.
 UNTESTED = {
-    "compressed-tensors": "per-channel FP8, INT8 and packed formats",
+    "compressed-tensors": "per-channel FP8; INT8 and packed formats are untested",
     "modelopt": "formats of ModelOpt",
     "modelopt_fp8": "FP8 of ModelOpt",
     "modelopt_fp4": "NVFP4",
@@ -74,6 +74,12 @@ def is_block_fp8(args: AFDServerArgs, config: dict[str, Any]) -> bool:
     ]
 
 
+def _is_as_shown(name: str, config: dict[str, Any]) -> bool:
+    """Of compressed-tensors, which is many formats, per-channel FP8 is what ran."""
+    quantization = config.get("quantization_config") or {}
+    return name != "compressed-tensors" or quantization.get("format") == "float-quantized"
+
+
 def check(args: AFDServerArgs, config: dict[str, Any]) -> None:
     """Refuse a format that nobody tried, unless the user wants to.
 
@@ -81,7 +87,7 @@ def check(args: AFDServerArgs, config: dict[str, Any]) -> None:
         AFDConfigError: names the format and the way out.
     """
     name = method(args, config)
-    if name in SERVED or name in verified.FORMATS:
+    if name in SERVED or (name in verified.FORMATS and _is_as_shown(name, config)):
         return
     text = (
         f"--model-path {args.model_path} holds experts as {name} ({UNTESTED.get(name, 'unknown')})"
